@@ -1,0 +1,110 @@
+"""All that a running batch is: one pytree, donated from step to step."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
+
+from tide_jax.models import KV, DecoderConfig
+
+SLACK = 8  # the widest step: slots past a row's last token, where masked columns may write
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """A batch of rows in the middle of decoding. Every row starts at slot 0 and has its own length.
+
+    Attributes:
+        caches: one K/V cache per layer. What lies beyond `length` is masked, and finite.
+        slots: the position stored in each cache slot, −1 where none; a slot counts iff 0 ≤ position < length.
+        length: positions of the row whose K/V rows are in the cache.
+        live: the row still wants tokens.
+        given: tokens known in advance: the prompt, or a whole trajectory when the row is teacher-forced.
+        limit: tokens, prompt included, at which the row ends.
+        tokens: prompt and generated tokens by position.
+        choices: what the model said at each position, whether or not it was followed; 0 before `first_choice`.
+        depths: layers run for the state that `choices` came from; 0 where nothing was chosen.
+        states: the state `choices` came from (after the exit projection, before the final norm); None: not recorded.
+        keys: PRNG key of the row's seed.
+        temperature: 0 is greedy.
+        stops: token ids that end the row, padded with −1.
+        thresholds: a token leaves at an exit point where its score is above the row's threshold.
+        flagged: a non-finite K/V row was met and written as zeros.
+        segments_run: how often each segment between exit points was executed.
+        steps: decode steps executed.
+    """
+
+    caches: tuple[KV, ...]
+    slots: Int[Array, "batch slots"]
+    length: Int[Array, " batch"]
+    live: Bool[Array, " batch"]
+    given: Int[Array, " batch"]
+    limit: Int[Array, " batch"]
+    tokens: Int[Array, "batch slots"]
+    choices: Int[Array, "batch slots"]
+    depths: Int[Array, "batch slots"]
+    states: Float[Array, "batch slots embed"] | None
+    keys: Key[Array, " batch"]
+    temperature: Float[Array, " batch"]
+    stops: Int[Array, "batch stops"]
+    thresholds: Float[Array, "batch points"]
+    flagged: Bool[Array, " batch"]
+    segments_run: Int[Array, " segments"]
+    steps: Int[Array, ""]
+
+
+def bucket(count: int, smallest: int) -> int:
+    """The smallest power of two that is at least `count` and `smallest`: few shapes, few compilations."""
+    return max(smallest, 1 << max(count - 1, 0).bit_length())
+
+
+def new_state(
+    config: DecoderConfig,
+    *,
+    tokens: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+    thresholds: Float[np.ndarray, "batch points"],
+    stops: Sequence[int],
+    seeds: Sequence[int],
+    temperature: Sequence[float],
+    dtype: DTypeLike,
+    record_states: bool,
+) -> DecodeState:
+    """An empty-cache state for rows whose `tokens` are known; cache slots are a power of two (≥ 256).
+
+    Everything but the caches is made on the host, so that a new batch costs no compilation.
+    """
+    batch = len(tokens)
+    given = np.array([len(row) for row in tokens], np.int32)
+    limit = given + np.asarray(max_new_tokens, np.int32)
+    slots = bucket(int(limit.max()) + SLACK, 256)
+    padded = np.zeros((batch, slots), np.int32)
+    for row, ids in zip(padded, tokens, strict=True):
+        row[: len(ids)] = ids
+    ends = np.full((batch, bucket(len(stops), 4)), -1, np.int32)
+    ends[:, : len(stops)] = stops
+    empty = (batch, config.num_kv_heads, slots, config.head_dim)
+    keys = jax.random.wrap_key_data(jnp.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds]))
+    return DecodeState(
+        caches=tuple(KV(jnp.zeros(empty, dtype), jnp.zeros(empty, dtype)) for _ in range(config.num_layers)),
+        slots=jnp.full((batch, slots), -1, jnp.int32),
+        length=jnp.zeros(batch, jnp.int32),
+        live=jnp.asarray(limit > given),
+        given=jnp.asarray(given),
+        limit=jnp.asarray(limit),
+        tokens=jnp.asarray(padded),
+        choices=jnp.zeros((batch, slots), jnp.int32),
+        depths=jnp.zeros((batch, slots), jnp.int32),
+        states=jnp.zeros((batch, slots, config.hidden_size), dtype) if record_states else None,
+        keys=keys,
+        temperature=jnp.asarray(temperature, jnp.float32),
+        stops=jnp.asarray(ends),
+        thresholds=jnp.asarray(thresholds, jnp.float32),
+        flagged=jnp.zeros(batch, bool),
+        segments_run=jnp.zeros(thresholds.shape[1] + 1, jnp.int32),
+        steps=jnp.zeros((), jnp.int32),
+    )

@@ -1,0 +1,196 @@
+"""One step: T columns per row through the layers they need, each row at its own positions.
+
+Prefill, decode, and later the settling of deferred columns are this one function with other columns. Two rules give it
+its shape. A conditional never returns a cache: branches hand back the few new K/V rows, which are written afterwards,
+in place. And whether a segment runs is one scalar for the whole batch, but what a token keeps is decided per layer, so
+that a row's text does not depend on its neighbours.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tide_jax.decode.state import DecodeState
+from tide_jax.exits import ExitHead, NoScorer, ProjectKV, Remainder, Scorer
+from tide_jax.exits.heads import project
+from tide_jax.models import KV, Attendable, Decoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is static about the exits of a program; depths taken and thresholds are arrays.
+
+    Attributes:
+        points: exit points, in layers run, ascending, each 1 … L − 1.
+        scorer: gives each token a score at each point.
+        remainder: stands in for layers that are not run.
+    """
+
+    points: tuple[int, ...] = ()
+    scorer: Scorer = NoScorer()
+    remainder: Remainder = ProjectKV()
+
+
+class Columns(NamedTuple):
+    """The tokens of one step.
+
+    Attributes:
+        tokens: token ids.
+        valid: columns that exist; in each row they come first.
+        start: layers that a column has run already, its K/V rows below being in the cache; None: none has.
+        x: the states of the columns after `start` layers; None with `start`.
+    """
+
+    tokens: Int[Array, "batch cols"]
+    valid: Bool[Array, "batch cols"]
+    start: Int[Array, "batch cols"] | None = None
+    x: Float[Array, "batch cols embed"] | None = None
+
+
+class StepResult(NamedTuple):
+    """What the columns became.
+
+    Attributes:
+        x: final states: after the last layer, or after the exit projection of the point where the column left.
+        depth: layers run.
+    """
+
+    x: Float[Array, "batch cols embed"]
+    depth: Int[Array, "batch cols"]
+
+
+def step(
+    decoder: Decoder, heads: Mapping[int, ExitHead], plan: Plan, state: DecodeState, cols: Columns
+) -> tuple[DecodeState, StepResult]:
+    """Run the columns; the new state has their K/V rows written and `length` advanced by the valid ones."""
+    batch, width = cols.tokens.shape
+    num_layers = decoder.config.num_layers
+    positions = state.length[:, None] + jnp.arange(width)
+    view = decoder.view(positions, cols.valid, (state.slots >= 0) & (state.slots < state.length[:, None]))
+    start = jnp.zeros((batch, width), jnp.int32) if cols.start is None else cols.start
+    x = decoder.embed(cols.tokens)
+    if cols.start is not None:
+        x = jnp.where((start > 0)[..., None], cols.x, x)
+    running = cols.valid
+    depth = jnp.full((batch, width), num_layers, jnp.int32)
+    out = x
+    rows: list[KV] = []
+    segments_run = state.segments_run
+    edges = (0, *plan.points, num_layers)
+    for segment, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+        run = _Segment(decoder, plan.remainder, state, view, positions, cols, first, last)
+        if first == 0 and cols.start is None:
+            needed = jnp.bool_(True)
+            x, made = run.layers(x, running)
+        else:
+            needed = jnp.any(running & (start < last))
+            x, made = jax.lax.cond(needed, run.layers, run.fill, x, running)
+        rows.extend(made)
+        segments_run = segments_run.at[segment].add(needed.astype(jnp.int32))
+        if last != num_layers:
+            head = heads.get(last, ExitHead())
+            scores = plan.scorer.scores(last, head, x, positions, decoder)
+            leaves = running & (start < last) & (scores > state.thresholds[:, segment, None])
+            running = running & ~leaves
+            depth = jnp.where(leaves, last, depth)
+            left = x if head.projection is None else project(head.projection, x, decoder.config.norm_eps)
+            out = jnp.where(leaves[..., None], left, out)
+    out = jnp.where(running[..., None], x, out)
+    state = _write(state, rows, positions, cols.valid)
+    return dataclasses.replace(state, segments_run=segments_run), StepResult(out, depth)
+
+
+class _Segment(NamedTuple):
+    """The layers first … last − 1, run or filled in: the two branches of a segment's conditional."""
+
+    decoder: Decoder
+    remainder: Remainder
+    state: DecodeState
+    view: Attendable
+    positions: jax.Array
+    cols: Columns
+    first: int
+    last: int
+
+    def layers(self, x: jax.Array, running: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
+        made = []
+        for index in range(self.first, self.last):
+            layer, past = self.decoder.layers[index], self.state.caches[index]
+            rows = layer.project_kv(x, self.view)
+            active = running
+            if self.cols.start is not None:
+                active = running & (self.cols.start <= index)
+                rows = _keep(self.cols.start > index, _read(past, self.state.length, x.shape[1]), rows)
+            ran = layer(x, rows, past, self.view)
+            if self.first == 0 and self.cols.start is None:
+                x = ran
+            elif self.remainder.rows_follow_state:
+                x = jnp.where(active[..., None], ran, x)
+            else:
+                filled, fill_rows = self._fill_one(index, x)
+                x = jnp.where(active[..., None], ran, filled)
+                rows = _keep(active, rows, fill_rows)
+            made.append(rows)
+        return x, tuple(made)
+
+    def fill(self, x: jax.Array, running: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
+        made = []
+        for index in range(self.first, self.last):
+            x_filled, rows = self._fill_one(index, x)
+            if self.cols.start is not None:
+                done = self.cols.start > index
+                rows = _keep(done, _read(self.state.caches[index], self.state.length, x.shape[1]), rows)
+                x_filled = jnp.where(done[..., None], x, x_filled)
+            x = x_filled
+            made.append(rows)
+        return x, tuple(made)
+
+    def _fill_one(self, index: int, x: jax.Array) -> tuple[jax.Array, KV]:
+        layer, past = self.decoder.layers[index], self.state.caches[index]
+        return self.remainder.fill(layer, x, past, self.view, self.positions, self.cols.valid)
+
+
+def _keep(mask: Bool[Array, "batch cols"], yes: KV, no: KV) -> KV:
+    """Rows of `yes` where the mask is set, of `no` elsewhere."""
+    chosen = mask[:, None, :, None]
+    return KV(jnp.where(chosen, yes.k, no.k), jnp.where(chosen, yes.v, no.v))
+
+
+def _read(cache: KV, slot: Int[Array, " batch"], width: int) -> KV:
+    """The rows that a cache holds at `width` slots from each row's own `slot` on."""
+
+    def one(cache: jax.Array, slot: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(cache, slot, width, axis=1)
+
+    return KV(jax.vmap(one)(cache.k, slot), jax.vmap(one)(cache.v, slot))
+
+
+def _write(
+    state: DecodeState, rows: list[KV], positions: Int[Array, "batch cols"], valid: Bool[Array, "batch cols"]
+) -> DecodeState:
+    """Write K/V rows at each row's own length, in place; non-finite ones as zeros, which flags the row.
+
+    A masked slot still enters 0 · value in the attention sum, and 0 · NaN is NaN: so nothing non-finite is ever stored.
+    """
+    slot = state.length
+
+    def place(target: jax.Array, update: jax.Array, slot: jax.Array, axis: int) -> jax.Array:
+        return jax.vmap(lambda t, u, s: jax.lax.dynamic_update_slice_in_dim(t, u, s, axis=axis))(target, update, slot)
+
+    caches, broken = [], jnp.zeros_like(valid)
+    for cache, new in zip(state.caches, rows, strict=True):
+        finite = jnp.isfinite(new.k).all(axis=(1, 3)) & jnp.isfinite(new.v).all(axis=(1, 3))
+        broken = broken | ~finite
+        new = _keep(finite, new, KV(jnp.zeros_like(new.k), jnp.zeros_like(new.v)))
+        caches.append(KV(place(cache.k, new.k, slot, 1), place(cache.v, new.v, slot, 1)))
+    return dataclasses.replace(
+        state,
+        caches=tuple(caches),
+        slots=place(state.slots, jnp.where(valid, positions, -1), slot, 0),
+        length=state.length + valid.sum(axis=1, dtype=jnp.int32),
+        flagged=state.flagged | (broken & valid).any(axis=1),
+    )

@@ -1,0 +1,140 @@
+"""Exit heads: what calibration learns at one exit point, and the file it is kept in."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tide_jax.arrays import write_safetensors
+from tide_jax.errors import InputError
+from tide_jax.kernels import router_score
+from tide_jax.models import Decoder
+
+FILE_NAME = "exit_heads.safetensors"
+FORMAT = "tide-exit-heads-1"
+
+
+class Router(NamedTuple):
+    """sigmoid(up · silu(norm(x) @ down)): how likely the state is good enough (TIDE, arXiv 2603.21365, section 3)."""
+
+    down: Float[Array, "embed bottleneck"]
+    up: Float[Array, " bottleneck"]
+
+
+class Projection(NamedTuple):
+    """The affine map of unit-RMS states into the space of the last layer's states."""
+
+    kernel: Float[Array, "embed embed"]
+    bias: Float[Array, " embed"]
+
+
+class ExitHead(NamedTuple):
+    """Router and projection of one exit point; either may be absent (no score; identity)."""
+
+    router: Router | None = None
+    projection: Projection | None = None
+
+
+def project(projection: Projection, x: Float[Array, "*rows embed"], eps: float) -> Float[Array, "*rows embed"]:
+    """States of the exit point carried into the last layer's space, in the dtype of x.
+
+    The input is brought to unit RMS first, because attention-sink tokens have states a hundred times longer than
+    all others and a least-squares map would serve them alone; the final norm makes the scale of the output free.
+    """
+    wide = x.astype(jnp.float32)
+    unit = wide * (jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) ** -0.5
+    return (unit @ projection.kernel + projection.bias).astype(x.dtype)
+
+
+def score(router: Router, x: Float[Array, "*rows embed"], decoder: Decoder) -> Float[Array, "*rows"]:
+    """The router's probability, float32 in [0, 1], from the raw state: it applies the model's final norm itself."""
+    norm = decoder.final_norm
+    return router_score(x, norm.scale[...].astype(jnp.float32), router.down, router.up, eps=norm.eps)
+
+
+class ExitHeads(NamedTuple):
+    """All calibrated exit points of a model.
+
+    Attributes:
+        heads: exit head by depth (layers run).
+        thresholds: the stored router threshold by depth, only for the points that calibration chose.
+    """
+
+    heads: Mapping[int, ExitHead]
+    thresholds: Mapping[int, float]
+
+
+def save_heads(path: Path, exits: ExitHeads, *, fingerprint: str, agreement: float) -> None:
+    """Write heads and thresholds as one safetensors file whose header names the model they belong to."""
+    tensors = {}
+    for depth, head in exits.heads.items():
+        for part in (head.router, head.projection):
+            if part is not None:
+                for name, value in part._asdict().items():
+                    tensors[f"{depth}.{type(part).__name__.lower()}.{name}"] = np.asarray(value, np.float32)
+    header = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "agreement": repr(agreement),
+        "thresholds": json.dumps({str(depth): value for depth, value in sorted(exits.thresholds.items())}),
+    }
+    write_safetensors(path, tensors, header)
+
+
+def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: int) -> ExitHeads:
+    """Read what `save_heads` wrote.
+
+    Raises:
+        InputError: the file belongs to another model, has another format, or its tensors have other shapes.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read as exit heads ({error}). Remove it or run `tide-jax calibrate` again."
+        ) from error
+    if header.get("format") != FORMAT:
+        raise InputError(
+            f"{path} has format {header.get('format')!r}, this version reads {FORMAT!r}. "
+            "Run `tide-jax calibrate` again."
+        )
+    if header.get("fingerprint") != fingerprint:
+        raise InputError(
+            f"{path} was calibrated for the model with fingerprint {header.get('fingerprint')!r}, but the model beside "
+            f"it has {fingerprint!r}. Exit heads of another model would leave at the wrong tokens: "
+            "run `tide-jax calibrate` on this model, or remove the file."
+        )
+    parts: dict[tuple[int, str], dict[str, np.ndarray]] = {}
+    for name, value in tensors.items():
+        depth, part, field = name.split(".")
+        parts.setdefault((int(depth), part), {})[field] = value
+    heads = {}
+    for depth in sorted({depth for depth, _ in parts}):
+        router, projection = parts.get((depth, "router")), parts.get((depth, "projection"))
+        heads[depth] = ExitHead(
+            Router(**router) if router else None,
+            Projection(**projection) if projection else None,
+        )
+    thresholds = {int(depth): float(value) for depth, value in json.loads(header["thresholds"]).items()}
+    for depth, head in heads.items():
+        widths = {part[0].shape[0] for part in head if part is not None}
+        if not 1 <= depth < num_layers or widths - {hidden_size}:
+            raise InputError(
+                f"{path} holds an exit head at depth {depth} for width {sorted(widths)}; the model has {num_layers} "
+                f"layers of width {hidden_size}. Run `tide-jax calibrate` again."
+            )
+    return ExitHeads(heads, thresholds)
+
+
+def digest(values: Sequence[str]) -> str:
+    """A short stable digest of strings, used as a model's fingerprint."""
+    return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]

@@ -1,0 +1,166 @@
+"""Exit rules: when a token leaves.
+
+A rule is two things. A *scorer*, traced into the program, looks at the states at an exit point and gives each token a
+score in [0, 1]. *Thresholds*, one per row and exit point, are arrays: a token leaves where its score is above the
+threshold. So one compiled program serves every depth and every threshold of a scorer, and `Never` and `FixedDepth`,
+which need no score, run on any of them.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from tide_jax.errors import InputError
+from tide_jax.exits.heads import ExitHead, ExitHeads, score
+from tide_jax.models import Decoder
+
+LEAVE = -1.0  # below every score
+STAY = 2.0  # above every score
+
+
+class Scorer(Protocol):
+    """A hashable object whose `scores` is traced into the program at every exit point."""
+
+    def scores(
+        self,
+        depth: int,
+        head: ExitHead,
+        x: Float[Array, "batch cols embed"],
+        positions: Int[Array, "batch cols"],
+        decoder: Decoder,
+    ) -> Float[Array, "batch cols"]:
+        """Scores in [0, 1] of the states x after `depth` layers."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NoScorer:
+    """Every score is 0: thresholds alone decide."""
+
+    def scores(self, depth, head, x, positions, decoder):
+        """Zeros, float32 [batch, cols]."""
+        return jnp.zeros(x.shape[:2], jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterScorer:
+    """The calibrated router of the exit point."""
+
+    def scores(self, depth, head, x, positions, decoder):
+        """The router's probabilities, float32 [batch, cols]."""
+        return score(head.router, x, decoder)
+
+
+class ExitRule(Protocol):
+    """When a token leaves."""
+
+    @property
+    def scorer(self) -> Scorer:
+        """What is traced into the program; `NoScorer()` when thresholds alone decide."""
+        ...
+
+    def default_points(self, exits: ExitHeads | None) -> tuple[int, ...]:
+        """The exit points this rule needs when the user named none."""
+        ...
+
+    def thresholds(self, points: Sequence[int], exits: ExitHeads | None, num_layers: int) -> np.ndarray:
+        """Float32 [len(points)]: a token leaves at a point where its score is above this."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Never:
+    """No token leaves: the full model."""
+
+    scorer = NoScorer()
+
+    def default_points(self, exits: ExitHeads | None) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def thresholds(self, points: Sequence[int], exits: ExitHeads | None, num_layers: int) -> np.ndarray:
+        """Above every score."""
+        return np.full(len(points), STAY, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedDepth:
+    """Every token leaves after `layers` layers; `layers` equal to the model's depth is the full model.
+
+    Example:
+        >>> FixedDepth(8).thresholds((4, 8, 12), None, 16).tolist()
+        [2.0, -1.0, 2.0]
+    """
+
+    layers: int
+    scorer = NoScorer()
+
+    def default_points(self, exits: ExitHeads | None) -> tuple[int, ...]:
+        """The one depth it names."""
+        return (self.layers,)
+
+    def thresholds(self, points: Sequence[int], exits: ExitHeads | None, num_layers: int) -> np.ndarray:
+        """Below every score at its depth, above elsewhere.
+
+        Raises:
+            InputError: the depth is not one of the exit points.
+        """
+        if self.layers != num_layers and self.layers not in points:
+            raise InputError(
+                f"FixedDepth({self.layers}) is not one of the exit points {list(points)} of this program (nor the "
+                f"model's depth {num_layers}). Add {self.layers} to exit_points, or name one of them."
+            )
+        return np.array([LEAVE if depth == self.layers else STAY for depth in points], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterExit:
+    """A token leaves where its router's score is above the threshold (TIDE, arXiv 2603.21365).
+
+    Attributes:
+        threshold: one number for all exit points; a mapping depth -> threshold (points left out never fire); or None
+            for the thresholds that `tide-jax calibrate` stored. Anything of 1 and more never fires.
+    """
+
+    threshold: float | Mapping[int, float] | None = None
+    scorer = RouterScorer()
+
+    def __post_init__(self):
+        given = self.threshold.values() if isinstance(self.threshold, Mapping) else [self.threshold]
+        for value in given:
+            if value is not None and not value >= 0:
+                raise InputError(f"RouterExit: threshold {value} is not a number of 0 or more (the paper uses 0.85).")
+
+    def default_points(self, exits: ExitHeads | None) -> tuple[int, ...]:
+        """The points that calibration chose.
+
+        Raises:
+            InputError: the model has no calibrated exits.
+        """
+        if exits is None:
+            raise InputError(
+                "RouterExit needs calibrated exits, and this model has none. Run `tide-jax calibrate DIR --data FILE`, "
+                "or use FixedDepth."
+            )
+        return tuple(sorted(exits.thresholds))
+
+    def thresholds(self, points: Sequence[int], exits: ExitHeads | None, num_layers: int) -> np.ndarray:
+        """One threshold per point.
+
+        Raises:
+            InputError: a point has no calibrated router.
+        """
+        trained = [depth for depth, head in (exits.heads if exits else {}).items() if head.router is not None]
+        if missing := [depth for depth in points if depth not in trained]:
+            raise InputError(
+                f"RouterExit: no router is calibrated at depth {missing}; there are routers at {trained}. Name exit "
+                "points among these, or run `tide-jax calibrate` again."
+            )
+        chosen = exits.thresholds if self.threshold is None else self.threshold
+        if not isinstance(chosen, Mapping):
+            chosen = dict.fromkeys(points, chosen)
+        return np.array([chosen.get(depth, STAY) for depth in points], np.float32)

@@ -1,0 +1,130 @@
+"""The blocks a decoder layer is made of: norm, linear map, attention over a cache and the rows of this call, MLP."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, DTypeLike, Float
+
+from tide_jax.models.config import DecoderConfig
+from tide_jax.models.rope import rotate
+
+
+class KV(NamedTuple):
+    """Keys and values of some positions at one layer: the rows of this call, or a whole cache."""
+
+    k: Float[Array, "batch kv_heads slots head_dim"]
+    v: Float[Array, "batch kv_heads slots head_dim"]
+
+
+class Attendable(NamedTuple):
+    """What the columns of a call may see, shared by all layers of the call.
+
+    Attributes:
+        cos: cosines of the rotary angles of the columns.
+        sin: sines of the same.
+        now: column t may attend to column u of this call.
+        past: column t may attend to slot s of the cache; None when there is no cache.
+    """
+
+    cos: Float[Array, "batch cols half"]
+    sin: Float[Array, "batch cols half"]
+    now: Bool[Array, "batch cols cols"]
+    past: Bool[Array, "batch cols slots"] | None
+
+
+class Linear(nnx.Module):
+    """x @ kernel (+ bias), kernel [in, out]: the orientation that reads weights once, in order, for few rows."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        scale = inputs**-0.5
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x²) + eps) · scale in float32, cast to the dtype of x at the end (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) · up(x)) (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, f, bias = config.hidden_size, config.ffn_size, config.mlp_bias
+        self.gate = Linear(d, f, bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Linear(d, f, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(f, d, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch cols embed"]) -> Float[Array, "batch cols embed"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; never writes a cache, only returns the rows of its columns."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        d, hd, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = hd
+        self.q = Linear(d, config.num_heads * hd, bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Linear(d, config.num_kv_heads * hd, bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Linear(d, config.num_kv_heads * hd, bias=bias, dtype=dtype, rngs=rngs)
+        self.o = Linear(config.num_heads * hd, d, bias=bias, dtype=dtype, rngs=rngs)
+
+    def project_kv(self, x: Float[Array, "batch cols embed"], view: Attendable) -> KV:
+        """The K/V rows of normed states x: all that a layer that is not run still owes to later tokens."""
+        split = (*x.shape[:2], -1, self.head_dim)
+        k = rotate(self.k(x).reshape(split), view.cos, view.sin)
+        return KV(k.swapaxes(1, 2), self.v(x).reshape(split).swapaxes(1, 2))
+
+    def query(self, x: Float[Array, "batch cols embed"], view: Attendable) -> Float[Array, "batch heads cols head_dim"]:
+        """Rotated queries of normed states x."""
+        q = self.q(x).reshape(*x.shape[:2], -1, self.head_dim)
+        return rotate(q, view.cos, view.sin).swapaxes(1, 2)
+
+    def attend(
+        self, q: Float[Array, "batch heads cols head_dim"], rows: KV, past: KV | None, view: Attendable
+    ) -> Float[Array, "batch cols embed"]:
+        """Attention of the columns over the past cache and the rows of this call, through the output projection."""
+        mixed = attention(q, rows, past, view)
+        return self.o(mixed.swapaxes(1, 2).reshape(mixed.shape[0], mixed.shape[2], -1))
+
+
+def attention(
+    q: Float[Array, "batch heads cols head_dim"], rows: KV, past: KV | None, view: Attendable
+) -> Float[Array, "batch heads cols head_dim"]:
+    """softmax(q·kᵀ/√head_dim)·v over two sources, merged as partial softmaxes, so that neither is copied.
+
+    The softmax is float32; a column always sees itself, so no row of the softmax is empty.
+    """
+    batch, heads, cols, head_dim = q.shape
+    grouped = q.reshape(batch, rows.k.shape[1], -1, cols, head_dim)
+
+    def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:
+        raw = jnp.einsum("bkgth,bksh->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+        return jnp.where(mask[:, None, None], raw * head_dim**-0.5, -jnp.inf)
+
+    parts = [(scores(rows.k, view.now), rows.v)]
+    if past is not None:
+        parts.append((scores(past.k, view.past), past.v))
+    top = jnp.stack([s.max(axis=-1) for s, _ in parts]).max(axis=0)[..., None]
+    weights = [jnp.exp(s - top) for s, _ in parts]
+    total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
+    mixed = sum(
+        jnp.einsum("bkgts,bksh->bkgth", w.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        for w, (_, v) in zip(weights, parts, strict=True)
+    )
+    return (mixed / total).astype(q.dtype).reshape(batch, heads, cols, head_dim)
