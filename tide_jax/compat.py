@@ -1,5 +1,6 @@
 """The few calls whose names or defaults move between versions of jax and orbax."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ def layer_checkpointer() -> Any:
 
 def save_tree(checkpointer: Any, path: Path, tree: Any) -> None:
     """Save a tree of numpy arrays at an absolute path."""
-    checkpointer.save(path.absolute(), tree)
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # orbax warns at every save without OCDBT that there is nothing of OCDBT to merge
+    try:
+        checkpointer.save(path.absolute(), tree)
+    finally:
+        logger.setLevel(level)
 
 
 def restore_tree(checkpointer: Any, path: Path) -> Any:

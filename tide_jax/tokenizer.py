@@ -12,8 +12,7 @@ from pathlib import Path
 
 from tide_jax.errors import InputError
 
-# Tokens that end a turn, in the names that configs use; "eos_token" alone misses the end-of-turn tokens of
-# chat models.
+# Tokens that end a text or a turn, as configs name them: a chat model may have an end of turn beside its EOS.
 _STOP_NAMES = ("eos_token", "eot_token", "eom_token")
 
 
@@ -41,8 +40,7 @@ class Tokenizer:
         )
         self._fast.chat_template = chat_template
         self._core = self._fast.backend_tokenizer
-        # A tokenizer.json can carry the truncation of its training run; a prompt must never be cut in
-        # silence.
+        # A tokenizer.json can carry the truncation of a training run; a prompt is never cut in silence.
         self._core.no_truncation()
         self._core.no_padding()
         self._special = {name: str(token) for name, token in special_tokens.items()}
@@ -86,8 +84,7 @@ class Tokenizer:
         backend = _read_backend(directory)
         config = _read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
-            # Older models name their special tokens in this file, newer ones in the config; same rule as
-            # transformers.
+            # Older models name their special tokens in this file; transformers has the same rule.
             config.update(_read_json(directory / "special_tokens_map.json"))
         _add_missing_tokens(backend, config.get("added_tokens_decoder") or {}, directory)
         special = {name: text for name, text in config.items() if name.endswith("_token") and _is_token(text)}
@@ -109,8 +106,7 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         self._core.save(str(directory / "tokenizer.json"))
         special = {**self._special, "extra_special_tokens": self._extra}
-        # The rule for BOS and EOS is in tokenizer.json by now; the map is written so that a stale one cannot
-        # win.
+        # The rule for BOS and EOS is in tokenizer.json by now. A stale map would overrule the config.
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
         _write_text(directory / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False))
         _write_text(directory / "special_tokens_map.json", json.dumps(special, indent=2, ensure_ascii=False))
@@ -173,8 +169,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InputError(
                 f"The text is not valid Unicode: a lone surrogate {error.object[error.start]!r} at character "
-                f"{error.start}. It usually comes from bytes that were not decoded as UTF-8; decode them "
-                f"first."
+                f"{error.start}. It comes from bytes that were not decoded as UTF-8; decode them first."
             ) from error
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -346,8 +341,7 @@ def _check_messages(messages: object):
     if problem:
         raise InputError(
             f'A conversation is a non-empty list of {{"role": string, "content": string}} and nothing else, '
-            f"but "
-            f"{problem}. Pass text only; tool calls and images are not supported."
+            f"but {problem}. Pass text only; tool calls and images are not supported."
         )
 
 

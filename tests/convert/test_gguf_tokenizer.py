@@ -15,11 +15,9 @@ from tide_jax.convert.gguf_tokenizer import tokenizer_from_gguf
 from tide_jax.errors import InputError
 from tide_jax.tokenizer import Tokenizer
 
-# transformers splits a "smollm" file by GPT-2's rule: a numeral goes with the space before it and with its
-# neighbours. The
-# model was trained with every numeral alone. The ids differ where a run of spaces loses its last one that
-# way, and
-# where a merge reaches from a space or a numeral into a numeral outside ASCII.
+# transformers splits a "smollm" file by GPT-2's rule, where a numeral goes with the space before it and with
+# its neighbours. The model was trained with every numeral alone. The ids differ where a run of spaces loses
+# its last one that way, and where a merge reaches from a space or a numeral into a numeral outside ASCII.
 SPLIT_DIFFERENTLY = r"\s\s\p{N}|[\s\p{N}](?![0-9])\p{N}"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

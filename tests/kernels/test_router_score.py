@@ -59,7 +59,7 @@ def check_close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     rows=st.integers(0, 17),
     d=st.integers(1, 70),
@@ -71,8 +71,7 @@ def test_any_size(kernel, rows, d, r, dtype, seed):
     args = inputs((rows, d), r, dtype, seed=seed)
     want = expected(*args)
     check_close(kernel(*args, eps=EPS), want)
-    check_close(reference(*args, eps=EPS), want)
-    check_close(router_score(*args, eps=EPS), want)
+    check_close(jax.jit(functools.partial(reference, eps=EPS))(*args), want)
 
 
 @pytest.mark.parametrize("shape", [(576,), (1, 576), (2, 3, 576), (0, 5), (2, 0, 5)])
@@ -92,11 +91,10 @@ def test_large_values_do_not_change_the_score(path, dtype):
 
 def test_scores_saturate_without_nan(path):
     x, norm_weight, down, up = inputs((4, 16), 8)
-    args = (x, norm_weight, down * 1e4, jnp.asarray([1e30, -1e30] * 4, jnp.float32))
-    got = np.asarray(path(*args, eps=EPS))
-    assert set(got.tolist()) <= {0.0, 1.0}
-    hidden = np.asarray(jax.nn.silu(down.T @ np.zeros(16, np.float32)))
-    assert not hidden.any()
+    got = path(x, norm_weight, down * 1e4, jnp.full(8, 1e30), eps=EPS)
+    np.testing.assert_array_equal(got, np.ones(4, np.float32))
+    got = path(x, norm_weight, down * 1e4, jnp.full(8, -1e30), eps=EPS)
+    np.testing.assert_array_equal(got, np.zeros(4, np.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,7 +103,9 @@ def test_zeros_score_one_half(path, dtype):
     np.testing.assert_array_equal(path(x, *weights, eps=EPS), np.full(3, 0.5, np.float32))
 
 
-@pytest.mark.parametrize(("dtype", "smallest"), [("float32", 1e-45), ("bfloat16", 9.2e-41), ("float16", 6e-8)])
+@pytest.mark.parametrize(
+    ("dtype", "smallest"), [("float32", 1e-45), ("bfloat16", 9.2e-41), ("float16", 6e-8)]
+)
 def test_denormals(path, dtype, smallest):
     x, *weights = inputs((3, 40), 24)
     x = (jnp.sign(x) * smallest).astype(dtype)
@@ -139,7 +139,6 @@ def test_the_kernel_scores_a_row_alike_in_any_batch(kernel):
 def test_eps_reaches_the_kernel(path):
     args = inputs((3, 40), 24)
     check_close(path(*args, eps=0.5), expected(*args, eps=0.5))
-    check_close(path(*args, eps=1), expected(*args, eps=1))
 
 
 def test_jit(path):
@@ -155,7 +154,9 @@ def test_router_score_lowers_to_the_kernel_for_a_single_row(kernel):
     assert "tide_router_score_v1" not in text(2)
 
 
-@pytest.mark.parametrize("mapped", [(0, None, None, None), (0, 0, 0, 0), (None, None, 0, None), (0, None, 0, 0)])
+@pytest.mark.parametrize(
+    "mapped", [(0, None, None, None), (0, 0, 0, 0), (None, None, 0, None), (0, None, 0, 0)]
+)
 def test_vmap(path, mapped):
     sets = [inputs((2, 20), 12, seed=seed) for seed in range(3)]
     args = [
@@ -232,10 +233,9 @@ def test_a_wrong_shape_is_refused_by_name(name):
         router_score(*args, eps=EPS)
 
 
-@pytest.mark.parametrize("name", WRONG_SHAPES)
+# Not x: without its last dimension the result has no shape, and no call can be made.
+@pytest.mark.parametrize("name", ["norm_weight", "down", "up"])
 def test_the_handler_refuses_a_wrong_shape_by_name(kernel, name):
-    if name == "x":
-        pytest.skip("without a last dimension of x the result has no shape, so no call can be made")
     args = [jnp.ones(shape) for shape in WRONG_SHAPES[name]]
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"`{name}` must have shape .*, got \["):
         jax.block_until_ready(kernel(*args, eps=EPS))

@@ -55,8 +55,8 @@ _SPECIAL_KEYS = {
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Build the tokenizer that GGUF metadata (key -> value, arrays as lists) describes.
 
-    Byte-level BPE only (tokenizer.ggml.model "gpt2"). Raises InputError for another kind, an unknown pre-
-    tokenizer, a missing key, duplicated tokens, merges of unknown tokens and ids outside the vocabulary.
+    Byte-level BPE only (tokenizer.ggml.model "gpt2"). Raises InputError for another kind, an unknown
+    pre-tokenizer, a missing key, duplicated tokens, merges of unknown tokens and ids outside the vocabulary.
     """
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend

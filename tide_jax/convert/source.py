@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from tide_jax.errors import InputError
 from tide_jax.tokenizer import Tokenizer
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint with Hugging Face names and orientations.
 

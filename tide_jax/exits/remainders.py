@@ -1,7 +1,7 @@
 """Remainders: what stands in for the layers that a token did not run."""
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -9,6 +9,7 @@ from tide_jax.models import KV, Attendable
 from tide_jax.models.decoder import DecoderLayer
 
 
+@runtime_checkable
 class Remainder(Protocol):
     """Stands in for one layer.
 

@@ -8,7 +8,7 @@ which need no score, run on any of them.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ LEAVE = -1.0  # below every score
 STAY = 2.0  # above every score
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """A hashable object whose `scores` is traced into the program at every exit point."""
 
@@ -55,6 +56,7 @@ class RouterScorer:
         return score(head.router, x, decoder)
 
 
+@runtime_checkable
 class ExitRule(Protocol):
     """When a token leaves."""
 

@@ -1,7 +1,7 @@
 """Load the compiled extension once and register its targets with XLA.
 
-Nothing happens at import. The first use of a kernel, or `status()`, loads `tide_jax._xla_ffi`; the answer holds for
-the life of the process, because XLA keeps registrations for as long.
+Nothing happens at import. The first use of a kernel, or `status()`, loads `tide_jax._xla_ffi`; the answer
+holds for the life of the process, because XLA keeps registrations for as long.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ class KernelStatus:
 def status() -> KernelStatus:
     """Return the state of the compiled kernels, loading them if no one has yet.
 
-    An extension that was never built is logged once as a warning. One that is there and cannot be used is a broken
-    install: that is a `RuntimeWarning` with the file and the cause. In both cases the jnp path runs.
+    An extension that was never built is logged once as a warning. One that is there and cannot be used is a
+    broken install: that is a `RuntimeWarning` with the file and the cause. In both cases the jnp path runs.
 
     Raises:
         InputError: the environment variable `TIDE_KERNELS` is neither unset, `auto` nor `off`.
@@ -81,19 +81,20 @@ def _load() -> KernelStatus:
     if switch not in ("auto", "off"):
         raise InputError(f"{SWITCH} must be 'auto' or 'off', got {switch!r}.")
     if switch == "off":
-        return KernelStatus(available=False, path=None, reason=f"switched off by {SWITCH}=off; the jnp path runs")
+        reason = f"switched off by {SWITCH}=off; the jnp path runs"
+        return KernelStatus(available=False, path=None, reason=reason)
 
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
         reason = (
-            f"{EXTENSION} is not part of this install (no C++ compiler when it was built?); the jnp path runs, with"
-            " the same results"
+            f"{EXTENSION} is not part of this install (no C++ compiler when it was built?);"
+            " the jnp path runs, with the same results"
         )
         _logger.warning("Native kernels are not available: %s.", reason)
         return KernelStatus(available=False, path=None, reason=reason)
 
-    # Whatever goes wrong from here on (a missing symbol, another Python, an FFI version that this jaxlib refuses),
-    # the user needs the same facts, and a reference path that works must not be lost to it.
+    # Whatever goes wrong from here on (a missing symbol, another Python, an FFI version that this jaxlib
+    # refuses), the user needs the same facts, and a reference path that works must not be lost to it.
     try:
         targets = importlib.import_module(EXTENSION).registrations()
         for name, capsule in targets.items():
@@ -101,8 +102,8 @@ def _load() -> KernelStatus:
     except Exception as error:
         reason = (
             f"{spec.origin} cannot be used with jax {jax.__version__} and jaxlib {jaxlib.__version__}"
-            f" ({type(error).__name__}: {error}); install tide-jax again to rebuild it, or set {SWITCH}=off to"
-            " silence this; the jnp path runs"
+            f" ({type(error).__name__}: {error}); install tide-jax again to rebuild it, or set {SWITCH}=off"
+            " to silence this; the jnp path runs"
         )
         warnings.warn(f"Native kernels are broken: {reason}.", RuntimeWarning, stacklevel=3)
         return KernelStatus(available=False, path=spec.origin, reason=reason)

@@ -13,10 +13,10 @@ from tide_jax.kernels import registry
 _TARGET = "tide_router_score_v1"
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# Up to this many rows the kernel runs, above it XLA's matrix product. Microseconds a call, kernel against XLA, with
-# d 576 and r 128 on two cores of an AMD EPYC, weights in cache: 1 row 5.9 against 3.5, 8 rows 48 against 13, 64 rows
-# 392 against 122. With weights out of cache one row takes 48 against 40. A portable wheel has SSE2 only, XLA compiles
-# for the host: one row is where that costs nothing that a decoding step would notice.
+# Up to this many rows the kernel runs, above it XLA's matrix product. Microseconds a call, kernel against
+# XLA, with d 576 and r 128 on two cores of an AMD EPYC, weights in cache: 1 row 5.9 against 3.5, 8 rows 48
+# against 13, 64 rows 392 against 122; weights out of cache, 1 row 48 against 40. A portable wheel has SSE2
+# only while XLA compiles for the host, so the kernel does not win; at one row the loss is a few microseconds.
 _MAX_ROWS = 1
 
 
@@ -30,8 +30,8 @@ def reference(
 ) -> Float32[Array, "*batch"]:
     """Return `sigmoid(up . silu(rmsnorm(x) @ down))`: the specification, differentiable, on every platform.
 
-    `rmsnorm(x) = x * rsqrt(mean(x**2) + eps) * norm_weight`, all of it in float32. Calibration trains through this
-    function; `router_score` gives the same numbers but has no gradient where the compiled kernel is in use.
+    `rmsnorm(x) = x * rsqrt(mean(x**2) + eps) * norm_weight`, all of it in float32. Calibration trains through
+    this function; `router_score` gives the same numbers but has no gradient where the compiled kernel runs.
 
     Args:
         x: hidden states, float32, bfloat16 or float16.
@@ -53,7 +53,7 @@ def reference(
 
 
 def _call(x: Array, norm_weight: Array, down: Array, up: Array, *, eps: float) -> Array:
-    # The handler checks ranks, dimensions and dtypes. Attributes are typed exactly: a Python float would be f64.
+    # The handler checks ranks, dimensions and dtypes. Attributes are typed exactly: a Python float is an f64.
     call = jax.ffi.ffi_call(
         _TARGET, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32), vmap_method="broadcast_all"
     )
@@ -70,19 +70,20 @@ def router_score(
 ) -> Float32[Array, "*batch"]:
     """Return the router score of every hidden state, a number from 0 to 1.
 
-    The formula is that of `reference`. On the CPU the compiled kernel scores a single state if `status().available`;
-    for more states, and on other platforms, XLA compiles the reference. Results agree to float32 rounding.
+    The formula is that of `reference`. On the CPU the compiled kernel scores a single state if it is there
+    (see `status`); for more states, and on other platforms, XLA compiles the reference. Results agree to
+    float32 rounding.
 
-    Leading dimensions of `x` are the batch: give them as they are rather than through `vmap`, which has to copy the
-    weights for every mapped element. There is no gradient; train through `reference`. On sharded arrays call it
-    inside `jax.shard_map`, or XLA gathers the operands first.
+    Leading dimensions of `x` are the batch: give them as they are rather than through `vmap`, which has to
+    copy the weights for every mapped element. There is no gradient; train through `reference`. On sharded
+    arrays call it inside `jax.shard_map`, or XLA gathers the operands first.
 
     Args:
         x: hidden states, float32, bfloat16 or float16, d >= 1.
         norm_weight: scale of the RMS norm.
         down: projection, input by hidden, row-major: one row per input feature.
         up: read-out.
-        eps: added to the mean square; a Python number, part of the compiled program.
+        eps: added to the mean square; a Python float, part of the compiled program.
 
     Raises:
         ValueError: a shape does not fit; the message names the argument.

@@ -58,10 +58,10 @@ ffi::Error Check(const Dims& x, const Dims& norm, const Dims& down, const Dims& 
   if (x.size() < 1 || x.back() < 1) return Mismatch("x", "[..., d] with d >= 1", x);
   sizes->d = x.back();
 
-  if (norm.size() < 1) return Mismatch("norm", "[d]", norm);
+  if (norm.size() < 1) return Mismatch("norm_weight", "[d]", norm);
   const size_t mapped = norm.size() - 1;
   if (!StartsWith(norm, x, mapped) || x.size() < mapped + 1 || norm.back() != sizes->d) {
-    return Mismatch("norm", "[d] with d = " + std::to_string(sizes->d) + " as in `x`", norm);
+    return Mismatch("norm_weight", "[d] with d = " + std::to_string(sizes->d) + " as in `x`", norm);
   }
   if (down.size() != mapped + 2 || !StartsWith(down, x, mapped) || down[mapped] != sizes->d ||
       down.back() < 1) {

@@ -2,8 +2,8 @@
 //
 //   score = sigmoid(up . silu(rmsnorm(x) @ down)),  rmsnorm(x) = x * rsqrt(mean(x^2) + eps) * norm
 //
-// This header knows nothing of XLA, Python or a device runtime. The scalar functions compile for the
-// host and, under nvcc, for the device, so that every backend rounds the same way; RouterScoreRow is
+// This header knows nothing of XLA, Python or a device runtime. The scalar functions compile for
+// the host and, under nvcc, for the device, so that the formula is written once; RouterScoreRow is
 // the host loop. tide_jax/kernels/router_score.py holds the specification.
 
 #ifndef TIDE_ROUTER_SCORE_H_
@@ -50,7 +50,7 @@ TIDE_HOST_DEVICE inline float ToFloat(BFloat16 value) {
 }
 
 // Exact for every finite value, infinity and NaN. A subnormal half is rebuilt by a subtraction of
-// two normal floats, never by scaling a subnormal float: XLA may run with denormals flushed to zero.
+// two normal floats, never by scaling a subnormal one: XLA may run with denormals flushed to zero.
 TIDE_HOST_DEVICE inline float ToFloat(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
@@ -74,8 +74,8 @@ TIDE_HOST_DEVICE inline float RmsScale(float sum_of_squares, int64_t d, float ep
   return 1.0f / sqrtf(sum_of_squares / static_cast<float>(d) + eps);
 }
 
-// Sum of x^2 in float. Strict floating point forbids the compiler to reorder one running sum, so the
-// lanes are spelled out: they become vector registers, and round better than a single chain.
+// Sum of x^2 in float. Strict floating point forbids the compiler to reorder one running sum, so
+// the lanes are spelled out: they become vector registers, and round better than a single chain.
 template <typename T>
 float SumOfSquares(const T* TIDE_RESTRICT x, int64_t d) {
   constexpr int kLanes = 16;
@@ -97,9 +97,9 @@ float SumOfSquares(const T* TIDE_RESTRICT x, int64_t d) {
 }
 
 // Score of one row. `down` is [d, r] row-major: then `hidden += x[i] * down[i, :]` runs over
-// contiguous memory with no reduction inside, which vectorises under strict floating point and reads
-// each weight once. [r, d] would need d-long dot products, one serial chain each. Four rows of
-// `down` are taken at a time so that `hidden` is loaded and stored once per four.
+// contiguous memory with no reduction inside, which vectorises under strict floating point and
+// reads each weight once. [r, d] would need d-long dot products, one serial chain each. Four rows
+// of `down` are taken at a time so that `hidden` is loaded and stored once per four.
 //
 // `hidden` is scratch for r floats.
 template <typename T>

@@ -1,0 +1,212 @@
+"""`generate`: prompts in; text, tokens, and the depth each token really ran, out."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tide_jax.decode.engine import Engine, Timings
+from tide_jax.decode.prompts import Prompts, encode_prompts
+from tide_jax.decode.sampling import Sampling
+from tide_jax.decode.state import DecodeState
+from tide_jax.errors import InputError
+from tide_jax.exits import ExitRule, Never, NoScorer, ProjectKV, Remainder
+from tide_jax.model import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a run did.
+
+    Attributes:
+        mean_depth: layers run per generated token, averaged over all rows.
+        histogram: generated tokens by depth.
+        executed_segments: how often each segment between exit points ran, in decode steps; a segment runs when any
+            row of the batch needs it.
+        executed_layers: layers run in decode steps, summed: the work that was really done.
+        steps: decode steps.
+        new_tokens: generated tokens, all rows.
+        tokens_per_second: tokens of the decode steps (the first of each row comes from the prefill) by their seconds.
+        timings: seconds by phase; compilation is never inside another phase.
+        flagged: rows in which a non-finite value was met.
+    """
+
+    mean_depth: float
+    histogram: dict[int, int]
+    executed_segments: list[int]
+    executed_layers: int
+    steps: int
+    new_tokens: int
+    tokens_per_second: float
+    timings: Timings
+    flagged: list[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Generated text.
+
+    Attributes:
+        text: one string per prompt, without the stop token; empty strings when the model has no tokenizer.
+        tokens: int32 [batch, new]; the stop token is kept; padding after it.
+        exit_depths: int32 [batch, new] layers run, 1 … L; 0 after the end of a row.
+        lengths: new tokens of each row.
+        stats: what the run did.
+    """
+
+    text: list[str]
+    tokens: np.ndarray
+    exit_depths: np.ndarray
+    lengths: list[int]
+    stats: Stats
+
+
+def generate(
+    model: Model,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    exits: ExitRule | None = None,
+    exit_points: Sequence[int] | None = None,
+    remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),  # noqa: B008
+    stop: Sequence[int] | None = None,
+    seed: int | Sequence[int] = 0,
+) -> Output:
+    """Generate text, leaving layers out where the exit rule says so.
+
+    Args:
+        model: a loaded model.
+        prompts: a string (raw text), a chat (list of `{"role", "content"}`), a list of either, or token ids.
+        max_new_tokens: new tokens per prompt, at most.
+        exits: when a token leaves; None: never.
+        exit_points: depths (layers run) at which it may; None: those the rule names.
+        remainder: what stands in for the layers that are not run.
+        sampling: how tokens are chosen.
+        stop: token ids that end a row; None: the model's own; `[]`: none.
+        seed: for sampling; one, or one per prompt. A row's text depends on its seed, not on its neighbours.
+
+    Raises:
+        InputError: a prompt that cannot be encoded or is too long, an exit point that does not exist, and the like.
+
+    Example:
+        >>> model = tide.load("demo_out/smollm2")
+        >>> out = tide.generate(model, "The sky is", max_new_tokens=8, exits=tide.FixedDepth(24))
+        >>> out.exit_depths.shape
+        (1, 8)
+    """
+    rows = encode_prompts(model, prompts)
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of 0 or more.")
+    longest = max(map(len, rows))
+    if longest + max_new_tokens > model.config.max_positions:
+        raise InputError(
+            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} need {longest + max_new_tokens} positions; "
+            f"this model has {model.config.max_positions}. Shorten the prompt or ask for fewer tokens."
+        )
+    seeds = [seed] * len(rows) if isinstance(seed, int) else [int(one) for one in seed]
+    if len(seeds) != len(rows):
+        raise InputError(f"{len(seeds)} seeds were given for {len(rows)} prompts: give one, or one per prompt.")
+    engine = engine_for(model, exits=exits, exit_points=exit_points, remainder=remainder)
+    state = engine.start(
+        rows,
+        rule=exits or Never(),
+        max_new_tokens=max_new_tokens,
+        stops=resolve_stops(model, stop),
+        seeds=seeds,
+        temperature=sampling.temperature,
+    )
+    state = engine.run(state, max(max_new_tokens - 1, 0))
+    return collect(engine, state, [len(row) for row in rows], max_new_tokens)
+
+
+def engine_for(
+    model: Model,
+    *,
+    exits: ExitRule | None,
+    exit_points: Sequence[int] | None,
+    remainder: Remainder,
+    record_states: bool = False,
+) -> Engine:
+    """The engine on which a rule runs at these points.
+
+    A rule that needs no score runs on the program of the model's routers where every point has one, so that comparing
+    depths and thresholds compiles once.
+    """
+    rule = exits or Never()
+    points = rule.default_points(model.exits) if exit_points is None else tuple(exit_points)
+    points = tuple(depth for depth in points if exit_points is not None or depth != model.config.num_layers)
+    scorer = rule.scorer
+    if isinstance(scorer, NoScorer) and exit_points is not None:
+        scorer = _shared_scorer(model, points)
+    return Engine(model, exit_points=points, scorer=scorer, remainder=remainder, record_states=record_states)
+
+
+def _shared_scorer(model: Model, points: Sequence[int]):
+    from tide_jax.exits import RouterScorer
+
+    heads = model.exits.heads if model.exits else {}
+    routed = points and all(depth in heads and heads[depth].router is not None for depth in points)
+    return RouterScorer() if routed else NoScorer()
+
+
+def resolve_stops(model: Model, stop: Sequence[int] | None) -> list[int]:
+    """Stop ids: the given ones, or the model's own.
+
+    Raises:
+        InputError: not a list of token ids.
+    """
+    if stop is None:
+        return list(model.eos_ids)
+    ids = list(stop) if not isinstance(stop, str) else [stop]
+    if wrong := [item for item in ids if not isinstance(item, int | np.integer) or isinstance(item, bool)]:
+        raise InputError(f"stop must be a list of token ids, got {wrong[0]!r}. Stop strings are not supported yet.")
+    model.check_ids(np.asarray(ids, np.int64))
+    return [int(item) for item in ids]
+
+
+def collect(engine: Engine, state: DecodeState, starts: Sequence[int], max_new_tokens: int) -> Output:
+    """The host's view of a finished state whose rows were prompted with `starts` tokens."""
+    model = engine.model
+    buffer, depths = np.asarray(state.tokens), np.asarray(state.depths)
+    tokens = np.full((len(starts), max_new_tokens), _pad(model), np.int32)
+    ran = np.zeros((len(starts), max_new_tokens), np.int32)
+    lengths, text = [], []
+    for row, begin in enumerate(starts):
+        made = depths[row, begin : begin + max_new_tokens]
+        count = int((made > 0).sum())
+        ids = buffer[row, begin : begin + count]
+        tokens[row, :count], ran[row, :count] = ids, made[:count]
+        lengths.append(count)
+        if model.tokenizer is not None:
+            stopped = count and ids[-1] in np.asarray(state.stops[row])
+            text.append(model.tokenizer.decode(ids[: count - bool(stopped)].tolist()))
+        else:
+            text.append("")
+    return Output(text=text, tokens=tokens, exit_depths=ran, lengths=lengths, stats=_stats(engine, state, ran))
+
+
+def _pad(model: Model) -> int:
+    if model.tokenizer is not None and model.tokenizer.pad_id is not None:
+        return model.tokenizer.pad_id
+    return model.eos_ids[0] if model.eos_ids else 0
+
+
+def _stats(engine: Engine, state: DecodeState, ran: np.ndarray) -> Stats:
+    made = ran[ran > 0]
+    edges = (0, *engine.plan.points, engine.model.config.num_layers)
+    segments = np.asarray(state.segments_run).tolist()
+    depths, counts = np.unique(made, return_counts=True)
+    decoded = int((ran[:, 1:] > 0).sum())
+    seconds = engine.timings.decode
+    return Stats(
+        mean_depth=float(made.mean()) if made.size else 0.0,
+        histogram={int(depth): int(count) for depth, count in zip(depths, counts, strict=True)},
+        executed_segments=segments,
+        executed_layers=int(np.dot(np.diff(edges), segments)),
+        steps=int(state.steps),
+        new_tokens=int(made.size),
+        tokens_per_second=decoded / seconds if decoded and seconds else 0.0,
+        timings=dataclasses.replace(engine.timings),
+        flagged=[int(row) for row in np.flatnonzero(np.asarray(state.flagged))],
+    )
