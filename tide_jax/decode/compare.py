@@ -120,6 +120,17 @@ class Yardstick:
         """The full model's runs."""
         return [run.output for run in self._full]
 
+    def agreement(self, rule: ExitRule, *, progress: Callable = iter) -> dict[str, float]:
+        """Agreement, positions and mean depth on the full model's trajectory alone, without a free run."""
+        same, depths = [], []
+        for row, full in zip(progress(self._rows), self._full, strict=True):
+            length = full.output.lengths[0]
+            forced = self._run(self._engine(), row, rule, full.output.tokens[0, :length])
+            same.append(forced.choices[1:length] == full.output.tokens[0, 1:length])
+            depths.append(forced.output.exit_depths[0, 1:length])
+        same, depths = np.concatenate(same), np.concatenate(depths)
+        return {"agreement": float(same.mean()), "positions": int(same.size), "mean_depth": float(depths.mean())}
+
     def measure(self, rule: ExitRule) -> Report:
         """The yardstick of one rule."""
         free, forced = [], []

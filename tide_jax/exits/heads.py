@@ -1,11 +1,11 @@
 """Exit heads: what calibration learns at one exit point, and the file it is kept in."""
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -46,9 +46,13 @@ def project(projection: Projection, x: Float[Array, "*rows embed"], eps: float) 
     The input is brought to unit RMS first, because attention-sink tokens have states a hundred times longer than
     all others and a least-squares map would serve them alone; the final norm makes the scale of the output free.
     """
+    return (unit(x, eps) @ projection.kernel + projection.bias).astype(x.dtype)
+
+
+def unit(x: Float[Array, "*rows embed"], eps: float) -> Float[Array, "*rows embed"]:
+    """States scaled to a root mean square of 1, float32."""
     wide = x.astype(jnp.float32)
-    unit = wide * (jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) ** -0.5
-    return (unit @ projection.kernel + projection.bias).astype(x.dtype)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 def score(router: Router, x: Float[Array, "*rows embed"], decoder: Decoder) -> Float[Array, "*rows"]:
@@ -63,10 +67,12 @@ class ExitHeads(NamedTuple):
     Attributes:
         heads: exit head by depth (layers run).
         thresholds: the stored router threshold by depth, only for the points that calibration chose.
+        degenerate: depths whose labels had too few positives to learn from: these routers never fire.
     """
 
     heads: Mapping[int, ExitHead]
     thresholds: Mapping[int, float]
+    degenerate: frozenset[int] = frozenset()
 
 
 def save_heads(path: Path, exits: ExitHeads, *, fingerprint: str, agreement: float) -> None:
@@ -82,6 +88,7 @@ def save_heads(path: Path, exits: ExitHeads, *, fingerprint: str, agreement: flo
         "fingerprint": fingerprint,
         "agreement": repr(agreement),
         "thresholds": json.dumps({str(depth): value for depth, value in sorted(exits.thresholds.items())}),
+        "degenerate": json.dumps(sorted(exits.degenerate)),
     }
     write_safetensors(path, tensors, header)
 
@@ -125,6 +132,7 @@ def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: in
             Projection(**projection) if projection else None,
         )
     thresholds = {int(depth): float(value) for depth, value in json.loads(header["thresholds"]).items()}
+    flagged = frozenset(json.loads(header["degenerate"]))
     for depth, head in heads.items():
         widths = {part[0].shape[0] for part in head if part is not None}
         if not 1 <= depth < num_layers or widths - {hidden_size}:
@@ -132,9 +140,4 @@ def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: in
                 f"{path} holds an exit head at depth {depth} for width {sorted(widths)}; the model has {num_layers} "
                 f"layers of width {hidden_size}. Run `tide-jax calibrate` again."
             )
-    return ExitHeads(heads, thresholds)
-
-
-def digest(values: Sequence[str]) -> str:
-    """A short stable digest of strings, used as a model's fingerprint."""
-    return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+    return ExitHeads(heads, thresholds, flagged)

@@ -165,4 +165,6 @@ class RouterExit:
         chosen = exits.thresholds if self.threshold is None else self.threshold
         if not isinstance(chosen, Mapping):
             chosen = dict.fromkeys(points, chosen)
-        return np.array([chosen.get(depth, STAY) for depth in points], np.float32)
+        return np.array(
+            [STAY if depth in exits.degenerate else chosen.get(depth, STAY) for depth in points], np.float32
+        )

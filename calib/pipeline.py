@@ -1,0 +1,232 @@
+"""The order of calibration: states, then projections, then labels through them, then routers, then thresholds."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from calib.collect import States, collect, split
+from calib.labels import Label, degenerate, labels
+from calib.projections import predictions, ridge
+from calib.report import render
+from calib.routers import scores, train_routers
+from calib.texts import Text
+from calib.thresholds import choose, curve
+from tide_jax.decode import Yardstick
+from tide_jax.errors import InputError
+from tide_jax.exits import ExitHead, ExitHeads, Projection, RouterExit
+from tide_jax.exits.heads import FILE_NAME, save_heads
+from tide_jax.model import Model
+from tide_jax.progress import track
+
+REPORT_NAME = "calibration.json"
+SHARES = (0.4, 0.4, 0.2)  # documents for projections, for routers, for thresholds
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What calibration learned.
+
+    Attributes:
+        exits: heads of all candidate depths, thresholds of the chosen ones.
+        report: JSON-ready account of data, depths, curves, and the check with the running engine.
+        fingerprint: of the model.
+    """
+
+    exits: ExitHeads
+    report: dict[str, Any]
+    fingerprint: str
+
+    def save(self, directory: Path) -> None:
+        """Write `exit_heads.safetensors` and `calibration.json` into a converted directory."""
+        save_heads(
+            directory / FILE_NAME, self.exits, fingerprint=self.fingerprint, agreement=self.report["agreement"]
+        )
+        beside = directory / (REPORT_NAME + ".part")
+        beside.write_text(json.dumps(self.report, indent=2) + "\n")
+        beside.replace(directory / REPORT_NAME)
+
+    def table(self):
+        """The report for people, a rich renderable."""
+        return render(self.report)
+
+
+def candidate_depths(num_layers: int) -> tuple[int, ...]:
+    """Every 4 layers from 8 on, never the last (TIDE, arXiv 2603.21365); all depths of a model of 8 layers or fewer."""
+    return tuple(range(8, num_layers, 4)) or tuple(range(1, num_layers))
+
+
+def calibrate(
+    model: Model,
+    texts: Sequence[Text],
+    *,
+    agreement: float = 0.95,
+    label: Label = "agreement",
+    tokens_per_text: int = 128,
+    depths: Sequence[int] | None = None,
+    live_prompts: int = 12,
+    live_tokens: int = 48,
+    seed: int = 0,
+) -> Calibration:
+    """Learn exit projections, routers and thresholds from text.
+
+    Texts are split by document into three parts. On the first, a closed-form affine projection is fitted per candidate
+    depth, and kept only where it raises agreement on the second. On the second, labels are made through it and routers
+    are trained. On the third, at most 3 exit points and their thresholds are chosen so that `agreement` of all tokens get
+    the full model's token. Those states came from exact K/V; the running engine lives with its own approximate K/V. So
+    the choice is checked on the yardstick, on continuations of texts of the third part, and tightened until it holds.
+
+    Args:
+        model: a loaded model with a tokenizer.
+        texts: calibration texts.
+        agreement: share of tokens that must get the full model's token, in (0, 1].
+        label: `agreement` of argmax, or the paper's `cosine` above 0.98.
+        tokens_per_text: tokens taken from the beginning of each text.
+        depths: candidate exit points in layers run; None: `candidate_depths`.
+        live_prompts: continuations that the running engine is checked on.
+        live_tokens: tokens of each.
+        seed: of splits, initial weights and batch order.
+
+    Raises:
+        InputError: values out of range, too little text, or no candidate depth.
+
+    Example:
+        >>> model = tide.load("demo_out/smollm2")
+        >>> result = calibrate(model, read_texts("news.txt"))
+        >>> result.save(model.path)
+    """
+    layers = model.config.num_layers
+    if not 0 < agreement <= 1:
+        raise InputError(f"agreement is {agreement}; it is a share of tokens, above 0 and at most 1.")
+    if label not in ("agreement", "cosine"):
+        raise InputError(f"label is {label!r}; use 'agreement' or 'cosine'.")
+    if tokens_per_text < 2:
+        raise InputError(f"tokens_per_text is {tokens_per_text}; states need at least 2 tokens.")
+    depths = candidate_depths(layers) if depths is None else tuple(sorted(set(depths)))
+    if not depths or depths[0] < 1 or depths[-1] >= layers:
+        raise InputError(f"candidate depths {list(depths)} must lie between 1 and {layers - 1}, layers run.")
+    states = collect(
+        model, texts, depths, tokens_per_text=tokens_per_text, progress=_bar("collecting states", len(texts) / 8)
+    )
+    first, second, third = (states.where(mask) for mask in split(states.document, SHARES, seed))
+
+    heads, rows = {}, []
+    projections: list[Projection | None] = []
+    good_second, good_third = [], []
+    for index in _bar("projections and labels", len(depths))(range(len(depths))):
+        fitted = ridge(first.x[index], first.last)
+        plain = _agrees(model, None, second, index)
+        through = _agrees(model, fitted, second, index)
+        keep = bool(through.mean() > plain.mean())
+        projections.append(fitted if keep else None)
+        good_third.append(_agrees(model, projections[-1], third, index))
+        if label == "agreement":
+            good_second.append(through if keep else plain)
+        else:
+            good_second.append(labels(label, model, projections[-1], second, index))
+        rows.append({
+            "depth": depths[index],
+            "plain_agreement": float(plain.mean()),
+            "projected_agreement": float(through.mean()),
+            "projection_kept": keep,
+            "label_rate": float(good_second[-1].mean()),
+            "degenerate": degenerate(good_second[-1]),
+        })  # fmt: skip
+
+    scale = np.asarray(nnx.merge(model.graphdef, model.params).final_norm.scale[...], np.float32)
+    held_out = np.isin(second.document, np.unique(second.document)[::6])
+    trained, losses = train_routers(
+        second.x, scale, np.stack(good_second), held_out, seed=seed, progress=_bar("training routers", 10)
+    )
+    by_depth, good = {}, {}
+    for index, (depth, row) in enumerate(zip(depths, rows, strict=True)):
+        heads[depth] = ExitHead(trained[index], projections[index])
+        row["router_loss"] = losses[index]
+        values = scores(trained[index], scale, third.x[index])
+        row["curve"] = curve(values, good_third[index])
+        if not row["degenerate"]:
+            by_depth[depth], good[depth] = values, good_third[index]
+    flagged = frozenset(row["depth"] for row in rows if row["degenerate"])
+    thresholds, choice = _choose_checked(
+        model, ExitHeads(heads, {}, flagged), by_depth, good,
+        prompts=_live_prompts(model, texts, states, third, live_prompts), agreement=agreement, live_tokens=live_tokens,
+    )  # fmt: skip
+    report = {
+        "model": model.fingerprint,
+        "agreement": agreement,
+        "label": label,
+        "num_layers": layers,
+        "texts": len(texts),
+        "documents": int(np.unique(states.document).size),
+        "tokens": {"projections": len(first.last), "routers": len(second.last), "thresholds": len(third.last)},
+        "depths": rows,
+        **choice,
+    }
+    return Calibration(ExitHeads(heads, thresholds, flagged), report, model.fingerprint)
+
+
+def _agrees(model: Model, projection: Projection | None, states: States, index: int) -> np.ndarray:
+    return predictions(model, projection, states.x[index]) == states.predicted
+
+
+def _live_prompts(
+    model: Model, texts: Sequence[Text], states: States, third: States, count: int
+) -> list[list[int]]:
+    """The beginnings of texts whose documents belong to the third part, spread over them."""
+    names = list(dict.fromkeys(text.document for text in texts))
+    mine = {names[number] for number in np.unique(third.document)}
+    rows = [model.tokenizer.encode(text.text)[:24] for text in texts if text.document in mine]
+    rows = [row for row in rows if row]
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+def _choose_checked(
+    model: Model,
+    exits: ExitHeads,
+    by_depth: dict[int, np.ndarray],
+    good: dict[int, np.ndarray],
+    *,
+    prompts: list[list[int]],
+    agreement: float,
+    live_tokens: int,
+) -> tuple[dict[int, float], dict[str, Any]]:
+    """Thresholds that hold on recorded states and in the running engine, and how they were found."""
+    layers, target, rounds = model.config.num_layers, agreement, []
+    chosen, saved, kept = choose(by_depth, good, num_layers=layers, agreement=target) if by_depth else ({}, 0.0, 1.0)
+    if not chosen:
+        reason = "no exit point has learnable labels" if not by_depth else "no threshold keeps the agreement asked for"
+        return {}, {"chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": [], "reason": reason}
+    probe = Model(
+        model.graphdef, model.params, tokenizer=model.tokenizer, exits=exits, eos_ids=model.eos_ids,
+        fingerprint=model.fingerprint,
+    )  # fmt: skip
+    yardstick = Yardstick(
+        probe, prompts, rule=RouterExit(dict(chosen)), exit_points=sorted(by_depth), max_new_tokens=live_tokens,
+        stop=[], progress=_bar("full-depth trajectories", len(prompts)),
+    )  # fmt: skip
+    while chosen:
+        measured = yardstick.agreement(RouterExit(dict(chosen)), progress=_bar("checking with the engine", len(prompts)))
+        rounds.append({"target": target, "saved_layers": saved, "recorded_agreement": kept} | measured)
+        if measured["agreement"] >= agreement:
+            return chosen, {
+                "chosen": {str(depth): value for depth, value in chosen.items()},
+                "saved_layers": saved,
+                "recorded_agreement": kept,
+                "live": rounds,
+            }
+        target = min(1.0, target + max(agreement - measured["agreement"], (1 - target) / 4))
+        chosen, saved, kept = choose(by_depth, good, num_layers=layers, agreement=target)
+        if len(rounds) >= 6:
+            break
+    return {}, {
+        "chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": rounds,
+        "reason": "with its own approximate K/V the engine stayed below the agreement asked for",
+    }  # fmt: skip
+
+
+def _bar(description: str, total: float) -> Callable:
+    return lambda items: track(items, total=int(np.ceil(total)), description=description)

@@ -1,0 +1,109 @@
+"""Training the routers of all depths jointly, with Optax, as one compiled epoch."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from tide_jax.exits import Router
+
+BOTTLENECK = 128  # TIDE, arXiv 2603.21365
+_BATCH = 256
+
+
+def train_routers(
+    x: Float[np.ndarray, "depths tokens embed"],
+    scale: Float[np.ndarray, " embed"],
+    label: Bool[np.ndarray, "depths tokens"],
+    held_out: Bool[np.ndarray, " tokens"],
+    *,
+    seed: int,
+    progress: Callable,
+    epochs: int = 10,
+    learning_rate: float = 1e-3,
+    weight_decay: float = 0.1,
+) -> tuple[list[Router], list[float]]:
+    """Fit one router per depth to its labels by binary cross-entropy; each keeps its best epoch on the held-out tokens.
+
+    Args:
+        x: unit-RMS states.
+        scale: the final norm's scale: with it the router sees what it will see at run time, the normed state.
+        label: what to predict.
+        held_out: tokens that choose the epoch and train nothing.
+        seed: of initial weights and batch order.
+        progress: wraps the epochs in a progress bar.
+        epochs: passes over the tokens, at most; the learning rate falls to 0 along a cosine.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+
+    Returns:
+        The routers, and each one's cross-entropy on the held-out tokens, nats.
+    """
+    depths, _, width = x.shape
+    inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    size = min(_BATCH, len(inside))
+    batches = len(inside) // size
+    keys = jax.random.split(jax.random.key(seed))
+    params = Router(
+        down=jax.random.normal(keys[0], (depths, width, BOTTLENECK)) * width**-0.5,
+        up=jax.random.normal(keys[1], (depths, BOTTLENECK)) * BOTTLENECK**-0.5,
+    )
+    schedule = optax.cosine_decay_schedule(learning_rate, epochs * batches)
+    optimizer = optax.adamw(schedule, weight_decay=weight_decay)
+    state = optimizer.init(params)
+    x, label, scale = jnp.asarray(x), jnp.asarray(label), jnp.asarray(scale, jnp.float32)
+    epoch = jax.jit(functools.partial(_epoch, optimizer), donate_argnums=(0, 1))
+    losses = jax.jit(_losses)
+    rng = np.random.default_rng(seed)
+    best, best_loss = params, np.full(depths, np.inf)
+    for _ in progress(range(epochs)):
+        order = rng.permutation(inside)[: batches * size].reshape(batches, size)
+        params, state = epoch(params, state, x, scale, label, jnp.asarray(order))
+        loss = np.asarray(losses(params, x[:, outside], scale, label[:, outside]))
+        better = loss < best_loss
+        keep = jnp.asarray(better)
+        best = jax.tree.map(lambda new, old: jnp.where(keep.reshape(-1, *[1] * (new.ndim - 1)), new, old), params, best)
+        best_loss = np.where(better, loss, best_loss)
+    best = jax.tree.map(np.asarray, best)
+    return [Router(best.down[i], best.up[i]) for i in range(depths)], best_loss.tolist()
+
+
+def scores(router: Router, scale: Float[np.ndarray, " embed"], x: Float[np.ndarray, "tokens embed"]) -> np.ndarray:
+    """The router's probabilities of unit-RMS states, float32 [tokens]."""
+    normed = x.astype(np.float32) * scale
+    hidden = normed @ router.down
+    return 1 / (1 + np.exp(-((hidden / (1 + np.exp(-hidden))) @ router.up)))
+
+
+def _losses(
+    params: Router,
+    x: Float[Array, "depths tokens embed"],
+    scale: Float[Array, " embed"],
+    label: Bool[Array, "depths tokens"],
+) -> Float[Array, " depths"]:
+    normed = x.astype(jnp.float32) * scale
+    hidden = jax.nn.silu(jnp.einsum("ntd,ndr->ntr", normed, params.down))
+    logits = jnp.einsum("ntr,nr->nt", hidden, params.up)
+    return optax.sigmoid_binary_cross_entropy(logits, label.astype(jnp.float32)).mean(axis=1)
+
+
+def _epoch(
+    optimizer: optax.GradientTransformation,
+    params: Router,
+    state: optax.OptState,
+    x: Float[Array, "depths tokens embed"],
+    scale: Float[Array, " embed"],
+    label: Bool[Array, "depths tokens"],
+    order: Int[Array, "batches size"],
+) -> tuple[Router, optax.OptState]:
+    def one(carry, chosen):
+        params, state = carry
+        loss = lambda p: _losses(p, x[:, chosen], scale, label[:, chosen]).sum()  # noqa: E731
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(one, (params, state), order)[0]
