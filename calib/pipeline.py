@@ -11,7 +11,7 @@ from flax import nnx
 
 from calib.collect import States, collect, split
 from calib.labels import Label, degenerate, labels
-from calib.projections import predictions, ridge
+from calib.projections import ridge
 from calib.report import render
 from calib.routers import scores, train_routers
 from calib.texts import Text
@@ -117,17 +117,14 @@ def calibrate(
     heads, rows = {}, []
     projections: list[Projection | None] = []
     good_second, good_third = [], []
+    probe = second.where(np.arange(len(second.last)) % max(1, len(second.last) // 2048) == 0)
     for index in _bar("projections and labels", len(depths))(range(len(depths))):
         fitted = ridge(first.x[index], first.last)
-        plain = _agrees(model, None, second, index)
-        through = _agrees(model, fitted, second, index)
+        plain, through = (labels("agreement", model, map_, probe, index) for map_ in (None, fitted))
         keep = bool(through.mean() > plain.mean())
         projections.append(fitted if keep else None)
-        good_third.append(_agrees(model, projections[-1], third, index))
-        if label == "agreement":
-            good_second.append(through if keep else plain)
-        else:
-            good_second.append(labels(label, model, projections[-1], second, index))
+        good_second.append(labels(label, model, projections[-1], second, index))
+        good_third.append(labels("agreement", model, projections[-1], third, index))
         rows.append({
             "depth": depths[index],
             "plain_agreement": float(plain.mean()),
@@ -169,10 +166,6 @@ def calibrate(
     return Calibration(ExitHeads(heads, thresholds, flagged), report, model.fingerprint)
 
 
-def _agrees(model: Model, projection: Projection | None, states: States, index: int) -> np.ndarray:
-    return predictions(model, projection, states.x[index]) == states.predicted
-
-
 def _live_prompts(
     model: Model, texts: Sequence[Text], states: States, third: States, count: int
 ) -> list[list[int]]:
@@ -200,12 +193,12 @@ def _choose_checked(
     if not chosen:
         reason = "no exit point has learnable labels" if not by_depth else "no threshold keeps the agreement asked for"
         return {}, {"chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": [], "reason": reason}
-    probe = Model(
+    trial = Model(
         model.graphdef, model.params, tokenizer=model.tokenizer, exits=exits, eos_ids=model.eos_ids,
         fingerprint=model.fingerprint,
     )  # fmt: skip
     yardstick = Yardstick(
-        probe, prompts, rule=RouterExit(dict(chosen)), exit_points=sorted(by_depth), max_new_tokens=live_tokens,
+        trial, prompts, rule=RouterExit(dict(chosen)), exit_points=sorted(by_depth), max_new_tokens=live_tokens,
         stop=[], progress=_bar("full-depth trajectories", len(prompts)),
     )  # fmt: skip
     while chosen:

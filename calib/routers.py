@@ -59,7 +59,7 @@ def train_routers(
     epoch = jax.jit(functools.partial(_epoch, optimizer), donate_argnums=(0, 1))
     losses = jax.jit(_losses)
     rng = np.random.default_rng(seed)
-    best, best_loss = params, np.full(depths, np.inf)
+    best, best_loss = jax.tree.map(jnp.copy, params), np.full(depths, np.inf)
     for _ in progress(range(epochs)):
         order = rng.permutation(inside)[: batches * size].reshape(batches, size)
         params, state = epoch(params, state, x, scale, label, jnp.asarray(order))

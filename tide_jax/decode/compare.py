@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tide_jax.decode.engine import Engine
-from tide_jax.decode.generate import Output, collect, engine_for, resolve_stops
+from tide_jax.decode.generate import Output, check_capacity, collect, engine_for, resolve_stops
 from tide_jax.decode.prompts import Prompts, encode_prompts
 from tide_jax.errors import InputError
 from tide_jax.exits import ExitRule, Never, ProjectKV, Remainder
@@ -102,10 +102,11 @@ class Yardstick:
         stop: Sequence[int] | None = None,
         progress: Callable = iter,
     ):
-        if max_new_tokens < 2:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; a comparison needs at least 2.")
         self._model = model
         self._rows = encode_prompts(model, prompts)
+        check_capacity(model, self._rows, max_new_tokens)
+        if max_new_tokens < 2:
+            raise InputError(f"max_new_tokens is {max_new_tokens}; a comparison needs at least 2.")
         self._new = max_new_tokens
         self._stops = resolve_stops(model, stop)
         self._progress = progress

@@ -125,18 +125,20 @@ class Engine:
         record_states: bool = False,
     ):
         layers = model.config.num_layers
-        points = tuple(sorted(set(exit_points)))
-        if wrong := [depth for depth in points if not 1 <= depth < layers]:
+        if wrong := [
+            depth for depth in exit_points if not (isinstance(depth, int | np.integer) and 1 <= depth < layers)
+        ]:
             raise InputError(
                 f"exit_points {wrong}: an exit point is a number of layers run between 1 and {layers - 1} for this "
                 f"model of {layers} layers; the last layer is never an exit."
             )
         self.model = model
+        points = tuple(sorted({int(depth) for depth in exit_points}))
         self.plan = Plan(points=points, scorer=scorer, remainder=remainder)
         self.record_states = record_states
         self.timings = Timings()
         exits = model.exits.heads if model.exits else {}
-        self._heads = {depth: exits[depth] for depth in points if depth in exits}
+        self._heads = jax.tree.map(jnp.asarray, {depth: exits[depth] for depth in points if depth in exits})
 
     def thresholds(self, rule: ExitRule, batch: int) -> np.ndarray:
         """The rule's thresholds at this engine's points, float32 [batch, points]."""
@@ -166,7 +168,7 @@ class Engine:
             continuations: tokens that follow each prompt whatever the model says (teacher forcing).
         """
         batch = len(prompts)
-        wanted = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        wanted = np.broadcast_to(max_new_tokens, batch).tolist()
         state = new_state(
             self.model.config,
             tokens=prompts,

@@ -70,7 +70,7 @@ def generate(
     exit_points: Sequence[int] | None = None,
     remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
     sampling: Sampling = Sampling(),  # noqa: B008
-    stop: Sequence[int] | None = None,
+    stop: int | Sequence[int] | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Output:
     """Generate text, leaving layers out where the exit rule says so.
@@ -83,7 +83,7 @@ def generate(
         exit_points: depths (layers run) at which it may; None: those the rule names.
         remainder: what stands in for the layers that are not run.
         sampling: how tokens are chosen.
-        stop: token ids that end a row; None: the model's own; `[]`: none.
+        stop: token ids (or one id) that end a row; None: the model's own; `[]`: none.
         seed: for sampling; one, or one per prompt. A row's text depends on its seed, not on its neighbours.
 
     Raises:
@@ -96,7 +96,27 @@ def generate(
         (1, 8)
     """
     rows = encode_prompts(model, prompts)
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+    check_capacity(model, rows, max_new_tokens)
+    engine = engine_for(model, exits=exits, exit_points=exit_points, remainder=remainder)
+    state = engine.start(
+        rows,
+        rule=exits or Never(),
+        max_new_tokens=max_new_tokens,
+        stops=resolve_stops(model, stop),
+        seeds=_resolve_seeds(seed, len(rows)),
+        temperature=sampling.temperature,
+    )
+    state = engine.run(state, max(max_new_tokens - 1, 0))
+    return collect(engine, state, [len(row) for row in rows], max_new_tokens)
+
+
+def check_capacity(model: Model, rows: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse runs that would leave the positions the model was trained on.
+
+    Raises:
+        InputError: they would, or `max_new_tokens` is not a count.
+    """
+    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
         raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of 0 or more.")
     longest = max(map(len, rows))
     if longest + max_new_tokens > model.config.max_positions:
@@ -104,20 +124,20 @@ def generate(
             f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} need {longest + max_new_tokens} positions; "
             f"this model has {model.config.max_positions}. Shorten the prompt or ask for fewer tokens."
         )
-    seeds = [seed] * len(rows) if isinstance(seed, int) else [int(one) for one in seed]
-    if len(seeds) != len(rows):
-        raise InputError(f"{len(seeds)} seeds were given for {len(rows)} prompts: give one, or one per prompt.")
-    engine = engine_for(model, exits=exits, exit_points=exit_points, remainder=remainder)
-    state = engine.start(
-        rows,
-        rule=exits or Never(),
-        max_new_tokens=max_new_tokens,
-        stops=resolve_stops(model, stop),
-        seeds=seeds,
-        temperature=sampling.temperature,
-    )
-    state = engine.run(state, max(max_new_tokens - 1, 0))
-    return collect(engine, state, [len(row) for row in rows], max_new_tokens)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _resolve_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """One seed per row."""
+    seeds = [seed] * rows if np.ndim(seed) == 0 else list(seed)
+    if wrong := [one for one in seeds if not _is_integer(one)]:
+        raise InputError(f"seed {wrong[0]!r} is not an integer.")
+    if len(seeds) != rows:
+        raise InputError(f"{len(seeds)} seeds were given for {rows} prompts: give one, or one per prompt.")
+    return [int(one) for one in seeds]
 
 
 def engine_for(
@@ -150,7 +170,7 @@ def _shared_scorer(model: Model, points: Sequence[int]):
     return RouterScorer() if routed else NoScorer()
 
 
-def resolve_stops(model: Model, stop: Sequence[int] | None) -> list[int]:
+def resolve_stops(model: Model, stop: int | Sequence[int] | None) -> list[int]:
     """Stop ids: the given ones, or the model's own.
 
     Raises:
@@ -158,8 +178,8 @@ def resolve_stops(model: Model, stop: Sequence[int] | None) -> list[int]:
     """
     if stop is None:
         return list(model.eos_ids)
-    ids = list(stop) if not isinstance(stop, str) else [stop]
-    if wrong := [item for item in ids if not isinstance(item, int | np.integer) or isinstance(item, bool)]:
+    ids = [stop] if isinstance(stop, str) or np.ndim(stop) == 0 else list(stop)
+    if wrong := [item for item in ids if not _is_integer(item)]:
         raise InputError(f"stop must be a list of token ids, got {wrong[0]!r}. Stop strings are not supported yet.")
     model.check_ids(np.asarray(ids, np.int64))
     return [int(item) for item in ids]

@@ -53,6 +53,10 @@ def _is_id(item: Any) -> bool:
 
 
 def _encode(model: Model, prompt: Any) -> list[int]:
+    if hasattr(prompt, "ndim"):
+        prompt = np.asarray(prompt).tolist()
+    if not isinstance(prompt, Sequence):
+        raise InputError(f"a prompt must be text, a list of messages, or integer token ids, got {prompt!r:.80}.")
     if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
         if model.tokenizer is None:
             raise InputError("this model was made in memory without a tokenizer. Give token ids.")

@@ -33,7 +33,7 @@ class DecodeState:
         temperature: 0 is greedy.
         stops: token ids that end the row, padded with −1.
         thresholds: a token leaves at an exit point where its score is above the row's threshold.
-        flagged: a non-finite K/V row was met and written as zeros.
+        flagged: a non-finite K/V row was met and written as zeros, or a final state was not finite.
         segments_run: how often each segment between exit points was executed.
         steps: decode steps executed.
     """

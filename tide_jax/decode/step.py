@@ -100,8 +100,10 @@ def step(
             left = x if head.projection is None else project(head.projection, x, decoder.config.norm_eps)
             out = jnp.where(leaves[..., None], left, out)
     out = jnp.where(running[..., None], x, out)
+    broken = (cols.valid & ~jnp.isfinite(out).all(axis=-1)).any(axis=1)
     state = _write(state, rows, positions, cols.valid)
-    return dataclasses.replace(state, segments_run=segments_run), StepResult(out, depth)
+    state = dataclasses.replace(state, segments_run=segments_run, flagged=state.flagged | broken)
+    return state, StepResult(out, depth)
 
 
 class _Segment(NamedTuple):
