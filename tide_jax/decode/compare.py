@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tide_jax.decode.engine import Engine
 from tide_jax.decode.generate import Output, check_capacity, collect, engine_for, resolve_stops
 from tide_jax.decode.prompts import Prompts, encode_prompts
 from tide_jax.errors import InputError
@@ -44,7 +43,8 @@ class Report:
         full_tokens_per_second: see above.
         texts: free-run text of each prompt.
         full_texts: the full model's text of each prompt.
-        outputs: the free runs themselves.
+        tokens: free-run token ids of each prompt.
+        exit_depths: layers run for each of them.
     """
 
     agreement: float
@@ -61,33 +61,46 @@ class Report:
     full_tokens_per_second: float
     texts: list[str]
     full_texts: list[str]
-    outputs: list[Output] = dataclasses.field(repr=False)
+    tokens: list[np.ndarray] = dataclasses.field(repr=False)
+    exit_depths: list[np.ndarray] = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One prompt, one rule: the output, and what was recorded at each new position."""
+    """One prompt under one rule; arrays have one entry per new token.
 
-    output: Output
+    Attributes:
+        tokens: what was emitted, or forced.
+        choices: what the model said.
+        depths: layers run.
+        states: final states that `choices` came from.
+        text: `tokens` decoded.
+        speed: decode tokens per second; 0 where no token was decoded.
+    """
+
+    tokens: Int[np.ndarray, " new"]
     choices: Int[np.ndarray, " new"]
+    depths: Int[np.ndarray, " new"]
     states: Float[np.ndarray, "new embed"]
-    seconds: float
+    text: str
+    speed: float
 
 
 class Yardstick:
     """The full model's greedy trajectories on some prompts, against which any number of rules are measured.
 
-    All rules run on one compiled program, prompt by prompt (batch 1), so their speeds can be compared.
+    All rules run on one compiled program, so their speeds can be compared.
 
     Args:
         model: a loaded model.
         prompts: as for `generate`.
-        exit_points: every depth that any of the rules will use.
         rule: a rule that needs the scorer of the program.
+        exit_points: every depth that any of the rules will use.
         remainder: stands in for the layers that are not run.
         max_new_tokens: length of the trajectories, at least 2.
         stop: as for `generate`.
-        progress: called with each list of work items; returns them behind a progress bar.
+        batch: prompts per batch. Choices do not depend on it; speeds do, and 1 is what one user feels.
+        progress: called with the list of batches; returns them behind a progress bar.
     """
 
     def __init__(
@@ -100,97 +113,104 @@ class Yardstick:
         remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
         max_new_tokens: int = 64,
         stop: Sequence[int] | None = None,
+        batch: int = 1,
         progress: Callable = iter,
     ):
-        self._model = model
-        self._rows = encode_prompts(model, prompts)
-        check_capacity(model, self._rows, max_new_tokens)
         if max_new_tokens < 2:
             raise InputError(f"max_new_tokens is {max_new_tokens}; a comparison needs at least 2.")
+        rows = encode_prompts(model, prompts)
+        check_length(model, rows, max_new_tokens)
+        self._model = model
+        self._batches = [rows[begin : begin + batch] for begin in range(0, len(rows), batch)]
         self._new = max_new_tokens
         self._stops = resolve_stops(model, stop)
-        self._progress = progress
-        self._engine = lambda: engine_for(
-            model, exits=rule, exit_points=exit_points, remainder=remainder, record_states=True
+        self._engine = functools.partial(
+            engine_for, model, exits=rule, exit_points=exit_points, remainder=remainder, record_states=True
         )
-        self._run(self._engine(), self._rows[0], Never(), None)  # compile, and touch every page once
-        self._full = [self._run(self._engine(), row, Never(), None) for row in progress(self._rows)]
-
-    @property
-    def full_outputs(self) -> list[Output]:
-        """The full model's runs."""
-        return [run.output for run in self._full]
+        self._run(self._batches[0], Never())  # compile, and touch every page once
+        self._full = [self._run(rows, Never()) for rows in progress(self._batches)]
 
     def agreement(self, rule: ExitRule, *, progress: Callable = iter) -> dict[str, float]:
         """Agreement, positions and mean depth on the full model's trajectory alone, without a free run."""
         same, depths = [], []
-        for row, full in zip(progress(self._rows), self._full, strict=True):
-            length = full.output.lengths[0]
-            forced = self._run(self._engine(), row, rule, full.output.tokens[0, :length])
-            same.append(forced.choices[1:length] == full.output.tokens[0, 1:length])
-            depths.append(forced.output.exit_depths[0, 1:length])
+        for rows, full in zip(progress(self._batches), self._full, strict=True):
+            for run in self._run(rows, rule, [run.tokens for run in full]):
+                same.append(run.choices[1:] == run.tokens[1:])
+                depths.append(run.depths[1:])
         same, depths = np.concatenate(same), np.concatenate(depths)
         return {"agreement": float(same.mean()), "positions": int(same.size), "mean_depth": float(depths.mean())}
 
-    def measure(self, rule: ExitRule) -> Report:
+    def measure(self, rule: ExitRule, *, progress: Callable = iter) -> Report:
         """The yardstick of one rule."""
         free, forced = [], []
-        for row, full in zip(self._progress(self._rows), self._full, strict=True):
-            free.append(self._run(self._engine(), row, rule, None))
-            forced.append(self._run(self._engine(), row, rule, full.output.tokens[0, : full.output.lengths[0]]))
-        return self._report(free, forced)
+        for rows, full in zip(progress(self._batches), self._full, strict=True):
+            free += self._run(rows, rule)
+            forced += self._run(rows, rule, [run.tokens for run in full])
+        return self._report([run for runs in self._full for run in runs], free, forced)
 
-    def _run(self, engine: Engine, row: list[int], rule: ExitRule, trajectory: np.ndarray | None) -> _Run:
+    def _run(
+        self, rows: list[list[int]], rule: ExitRule, trajectories: list[np.ndarray] | None = None
+    ) -> list[_Run]:
+        """Run a batch freely, or along given trajectories."""
+        engine = self._engine()
+        wanted = [self._new] * len(rows) if trajectories is None else [len(tokens) for tokens in trajectories]
         state = engine.start(
-            [row],
-            rule=rule,
-            max_new_tokens=self._new if trajectory is None else len(trajectory),
-            stops=self._stops,
-            continuations=None if trajectory is None else [trajectory],
+            rows, rule=rule, max_new_tokens=wanted, stops=self._stops, continuations=trajectories
         )
         state = engine.run(state, self._new)
-        new = slice(len(row), len(row) + self._new)
-        return _Run(
-            collect(engine, state, [len(row)], self._new),
-            np.asarray(state.choices)[0, new],
-            np.asarray(state.states[0, new]),
-            engine.timings.decode,
-        )
+        output = collect(engine, state, [len(row) for row in rows], self._new)
+        choices, states = np.asarray(state.choices), np.asarray(state.states)
+        runs = []
+        for index, (row, length) in enumerate(zip(rows, output.lengths, strict=True)):
+            new = slice(len(row), len(row) + length)
+            runs.append(
+                _Run(
+                    tokens=output.tokens[index, :length],
+                    choices=choices[index, new],
+                    depths=output.exit_depths[index, :length],
+                    states=states[index, new],
+                    text=output.text[index],
+                    speed=output.stats.tokens_per_second,
+                )
+            )
+        return runs
 
-    def _report(self, free: list[_Run], forced: list[_Run]) -> Report:
-        same, kls, gaps = [], [], []
-        for full, other in zip(self._full, forced, strict=True):
-            keep = slice(1, full.output.lengths[0])
-            tokens = full.output.tokens[0]
-            same.append(other.choices[keep] == tokens[keep])
-            kl, gap = _divergence(self._model.graphdef, self._model.params, full.states, other.states, tokens)
-            kls.append(np.asarray(kl)[keep])
-            gaps.append(np.asarray(gap)[keep])
-        same = np.concatenate(same)
+    def _report(self, full: list[_Run], free: list[_Run], forced: list[_Run]) -> Report:
+        same = np.concatenate([run.choices[1:] == run.tokens[1:] for run in forced])
         if not same.size:
             raise InputError("every trajectory ended at its first token, so there is nothing to compare. Use other prompts.")
-        texts = [run.output.tokens[0, : run.output.lengths[0]].tolist() for run in free]
-        full_texts = [run.output.tokens[0, : run.output.lengths[0]].tolist() for run in self._full]
-        depths = np.concatenate([run.output.exit_depths[0, 1 : run.output.lengths[0]] for run in free])
-        forced_depths = np.concatenate([run.output.exit_depths[0, 1 : run.output.lengths[0]] for run in forced])
+        measured = [self._divergence(a, b) for a, b in zip(full, forced, strict=True)]
+        depths = np.concatenate([run.depths[1:] for run in free])
         values, counts = np.unique(depths, return_counts=True)
         return Report(
             agreement=float(same.mean()),
             positions=int(same.size),
-            first_divergence=float(np.mean([_first_difference(a, b) for a, b in zip(texts, full_texts, strict=True)])),
-            kl=float(np.concatenate(kls).mean()),
-            nll_gap=float(np.concatenate(gaps).mean()),
-            longest_repeat=float(np.mean([longest_repeat(ids) for ids in texts])),
-            full_longest_repeat=float(np.mean([longest_repeat(ids) for ids in full_texts])),
+            first_divergence=float(
+                np.mean([_first_difference(a.tokens, b.tokens) for a, b in zip(free, full, strict=True)])
+            ),
+            kl=float(np.concatenate([kl for kl, _ in measured]).mean()),
+            nll_gap=float(np.concatenate([gap for _, gap in measured]).mean()),
+            longest_repeat=float(np.mean([longest_repeat(run.tokens.tolist()) for run in free])),
+            full_longest_repeat=float(np.mean([longest_repeat(run.tokens.tolist()) for run in full])),
             mean_depth=float(depths.mean()),
-            forced_mean_depth=float(forced_depths.mean()),
+            forced_mean_depth=float(np.concatenate([run.depths[1:] for run in forced]).mean()),
             histogram={int(depth): int(count) for depth, count in zip(values, counts, strict=True)},
             tokens_per_second=_speed(free),
-            full_tokens_per_second=_speed(self._full),
-            texts=[run.output.text[0] for run in free],
-            full_texts=[run.output.text[0] for run in self._full],
-            outputs=[run.output for run in free],
+            full_tokens_per_second=_speed(full),
+            texts=[run.text for run in free],
+            full_texts=[run.text for run in full],
+            tokens=[run.tokens for run in free],
+            exit_depths=[run.depths for run in free],
         )
+
+    def _divergence(self, full: _Run, forced: _Run) -> tuple[np.ndarray, np.ndarray]:
+        """KL and NLL gap at every position after the first, in one shape for all prompts."""
+        pad = lambda array: np.pad(array, ((0, self._new - len(array)), *[(0, 0)] * (array.ndim - 1)))  # noqa: E731
+        kl, gap = _divergence(
+            self._model.graphdef, self._model.params, pad(full.states), pad(forced.states), pad(full.tokens)
+        )
+        keep = slice(1, len(full.tokens))
+        return np.asarray(kl)[keep], np.asarray(gap)[keep]
 
 
 def compare(
@@ -226,7 +246,7 @@ def compare(
         stop=stop,
         progress=progress,
     )
-    return yardstick.measure(exits)
+    return yardstick.measure(exits, progress=progress)
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
@@ -239,7 +259,7 @@ def longest_repeat(tokens: Sequence[int]) -> int:
         3
     """
     best = 0
-    previous = [0] * (len(tokens) + 1)
+    previous = [0] * (len(tokens) + 1)  # longest common suffix of tokens[:i] and tokens[:j + 1]
     for i in range(1, len(tokens)):
         current = [0] * (len(tokens) + 1)
         for j in range(i):
@@ -250,14 +270,14 @@ def longest_repeat(tokens: Sequence[int]) -> int:
     return best
 
 
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+def _first_difference(one: Int[np.ndarray, " some"], other: Int[np.ndarray, " others"]) -> int:
     """How many leading tokens two runs share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _speed(runs: Sequence[_Run]) -> float:
     """Decode tokens per second: the median over prompts of each run's own."""
-    return float(np.median([(run.output.lengths[0] - 1) / run.seconds for run in runs if run.output.lengths[0] > 1]))
+    return float(np.median([run.speed for run in runs if run.speed] or [0.0]))
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")

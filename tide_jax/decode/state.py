@@ -13,7 +13,7 @@ from tide_jax.models import KV, DecoderConfig
 SLACK = 8  # the widest step: slots past a row's last token, where masked columns may write
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """A batch of rows in the middle of decoding. Every row starts at slot 0 and has its own length.
@@ -55,6 +55,19 @@ class DecodeState:
     flagged: Bool[Array, " batch"]
     segments_run: Int[Array, " segments"]
     steps: Int[Array, ""]
+
+    def tree_flatten_with_keys(self):
+        """The fields by name."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], None
+
+    @classmethod
+    def tree_unflatten(cls, _, values):
+        """Without `__init__`: JAX rebuilds trees around things that are no arrays, which a checked one refuses."""
+        state = object.__new__(cls)
+        for field, value in zip(dataclasses.fields(cls), values, strict=True):
+            object.__setattr__(state, field.name, value)
+        return state
 
 
 def bucket(count: int, smallest: int) -> int:
