@@ -1,6 +1,7 @@
 """The order of calibration: states, then projections, then labels through them, then routers, then thresholds."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def calibrate(
     label: Label = "agreement",
     tokens_per_text: int = 128,
     depths: Sequence[int] | None = None,
-    live_prompts: int = 12,
+    live_prompts: int = 24,
     live_tokens: int = 48,
     seed: int = 0,
 ) -> Calibration:
@@ -150,7 +151,7 @@ def calibrate(
     flagged = frozenset(row["depth"] for row in rows if row["degenerate"])
     thresholds, choice = _choose_checked(
         model, ExitHeads(heads, {}, flagged), by_depth, good,
-        prompts=_live_prompts(model, texts, states, third, live_prompts), agreement=agreement, live_tokens=live_tokens,
+        prompts=_live_prompts(model, texts, third, live_prompts), agreement=agreement, live_tokens=live_tokens,
     )  # fmt: skip
     report = {
         "model": model.fingerprint,
@@ -166,15 +167,19 @@ def calibrate(
     return Calibration(ExitHeads(heads, thresholds, flagged), report, model.fingerprint)
 
 
-def _live_prompts(
-    model: Model, texts: Sequence[Text], states: States, third: States, count: int
-) -> list[list[int]]:
-    """The beginnings of texts whose documents belong to the third part, spread over them."""
+def _live_prompts(model: Model, texts: Sequence[Text], third: States, count: int) -> list[list[int]]:
+    """Prompts from texts whose documents belong to the third part, spread over them.
+
+    A chat model is asked about the text, any other continues its beginning: what follows is the model's own
+    answer, the kind of text that exits will meet.
+    """
     names = list(dict.fromkeys(text.document for text in texts))
     mine = {names[number] for number in np.unique(third.document)}
-    rows = [model.tokenizer.encode(text.text)[:24] for text in texts if text.document in mine]
-    rows = [row for row in rows if row]
-    return rows[:: max(1, len(rows) // count)][:count]
+    chosen = [text.text for text in texts if text.document in mine]
+    chosen = chosen[:: max(1, len(chosen) // count)][:count]
+    if model.tokenizer.has_chat_template:
+        return [model.tokenizer.encode_chat([{"role": "user", "content": text[:200]}]) for text in chosen]
+    return [row for row in (model.tokenizer.encode(text)[:24] for text in chosen) if row]
 
 
 def _choose_checked(
@@ -186,39 +191,73 @@ def _choose_checked(
     prompts: list[list[int]],
     agreement: float,
     live_tokens: int,
+    rounds: int = 6,
 ) -> tuple[dict[int, float], dict[str, Any]]:
-    """Thresholds that hold on recorded states and in the running engine, and how they were found."""
-    layers, target, rounds = model.config.num_layers, agreement, []
-    chosen, saved, kept = choose(by_depth, good, num_layers=layers, agreement=target) if by_depth else ({}, 0.0, 1.0)
-    if not chosen:
-        reason = "no exit point has learnable labels" if not by_depth else "no threshold keeps the agreement asked for"
-        return {}, {"chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": [], "reason": reason}
+    """Thresholds that save most while they hold in the running engine, and how they were found.
+
+    Recorded states come from exact K/V, so agreement on them is the optimistic end. The target set there is
+    bisected between what was asked for and 1 until the engine, with its own K/V, keeps what was asked for.
+    """
+    select = functools.partial(choose, by_depth, good, num_layers=model.config.num_layers)
+    nothing = {"chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": []}
+    if not by_depth:
+        return {}, nothing | {"reason": "no exit point has labels that can be learned"}
+    if not select(agreement=agreement)[0]:
+        return {}, nothing | {"reason": "no threshold keeps the agreement asked for on recorded states"}
     trial = Model(
-        model.graphdef, model.params, tokenizer=model.tokenizer, exits=exits, eos_ids=model.eos_ids,
+        model.graphdef,
+        model.params,
+        tokenizer=model.tokenizer,
+        exits=exits,
+        eos_ids=model.eos_ids,
         fingerprint=model.fingerprint,
-    )  # fmt: skip
+    )
+    batch = min(len(prompts), 12)
     yardstick = Yardstick(
-        trial, prompts, rule=RouterExit(dict(chosen)), exit_points=sorted(by_depth), max_new_tokens=live_tokens,
-        stop=[], progress=_bar("full-depth trajectories", len(prompts)),
-    )  # fmt: skip
-    while chosen:
-        measured = yardstick.agreement(RouterExit(dict(chosen)), progress=_bar("checking with the engine", len(prompts)))
-        rounds.append({"target": target, "saved_layers": saved, "recorded_agreement": kept} | measured)
-        if measured["agreement"] >= agreement:
-            return chosen, {
-                "chosen": {str(depth): value for depth, value in chosen.items()},
-                "saved_layers": saved,
-                "recorded_agreement": kept,
-                "live": rounds,
-            }
-        target = min(1.0, target + max(agreement - measured["agreement"], (1 - target) / 4))
-        chosen, saved, kept = choose(by_depth, good, num_layers=layers, agreement=target)
-        if len(rounds) >= 6:
+        trial,
+        prompts,
+        rule=RouterExit({}),
+        exit_points=sorted(by_depth),
+        max_new_tokens=live_tokens,
+        stop=[],
+        batch=batch,
+        progress=_bar("full-depth trajectories", len(prompts) / batch),
+    )
+    low, high, target, tried, best = agreement, 1.0, agreement, [], None
+    for _ in _bar("checking thresholds with the engine", rounds)(range(rounds)):
+        thresholds, saved, kept = select(agreement=target)
+        measured = {
+            "target": target,
+            "thresholds": {str(depth): value for depth, value in thresholds.items()},
+            "saved_layers": saved,
+            "recorded_agreement": kept,
+            **yardstick.agreement(RouterExit(thresholds)),
+        }
+        tried.append(measured)
+        share, positions = measured["agreement"], measured["positions"]
+        # By one standard error, so that the best of a few tries is not merely the luckiest.
+        if share - (share * (1 - share) / positions) ** 0.5 >= agreement or share == 1:
+            if thresholds and (best is None or measured["mean_depth"] < best[1]["mean_depth"]):
+                best = thresholds, measured
+            high = target
+        else:
+            low = target
+        if high - low < 0.002:
             break
-    return {}, {
-        "chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": rounds,
-        "reason": "with its own approximate K/V the engine stayed below the agreement asked for",
-    }  # fmt: skip
+        target = (low + high) / 2
+    if best is None:
+        return {}, nothing | {
+            "live": tried,
+            "reason": "with its own approximate K/V the engine stayed below the agreement asked for",
+        }
+    thresholds, measured = best
+    return thresholds, {
+        "chosen": measured["thresholds"],
+        "saved_layers": measured["saved_layers"],
+        "recorded_agreement": measured["recorded_agreement"],
+        "checked": measured,
+        "live": tried,
+    }
 
 
 def _bar(description: str, total: float) -> Callable:

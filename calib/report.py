@@ -49,7 +49,7 @@ def render(report: dict[str, Any]):
         f"{tokens['routers']} for routers, {tokens['thresholds']} for thresholds.",
     ]
     if report["chosen"]:
-        last = report["live"][-1]
+        last = report["checked"]
         lines.append(
             f"Chosen for agreement {report['agreement']:.0%}: {report['saved_layers']:.2f} of {report['num_layers']} layers "
             f"saved per token on recorded states ({report['recorded_agreement']:.1%} agreement); the running engine, with "

@@ -119,7 +119,7 @@ class Yardstick:
         if max_new_tokens < 2:
             raise InputError(f"max_new_tokens is {max_new_tokens}; a comparison needs at least 2.")
         rows = encode_prompts(model, prompts)
-        check_length(model, rows, max_new_tokens)
+        check_capacity(model, rows, max_new_tokens)
         self._model = model
         self._batches = [rows[begin : begin + batch] for begin in range(0, len(rows), batch)]
         self._new = max_new_tokens
