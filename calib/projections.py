@@ -16,7 +16,7 @@ _CHUNK = 1024
 
 
 def ridge(
-    x: Float[np.ndarray, "tokens embed"], y: Float[np.ndarray, "tokens embed"], strength: float = 0.003
+    x: Float[np.ndarray, "tokens embed"], y: Float[np.ndarray, "tokens outputs"], strength: float = 0.003
 ) -> Projection:
     """The affine map that carries unit-RMS states x nearest to unit-RMS final states y, least squares with a ridge.
 

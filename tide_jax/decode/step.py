@@ -100,10 +100,8 @@ def step(
             left = x if head.projection is None else project(head.projection, x, decoder.config.norm_eps)
             out = jnp.where(leaves[..., None], left, out)
     out = jnp.where(running[..., None], x, out)
-    broken = (cols.valid & ~jnp.isfinite(out).all(axis=-1)).any(axis=1)
-    state = _write(state, rows, positions, cols.valid)
-    state = dataclasses.replace(state, segments_run=segments_run, flagged=state.flagged | broken)
-    return state, StepResult(out, depth)
+    state = _write(state, rows, positions, cols.valid, jnp.isfinite(out).all(axis=-1))
+    return dataclasses.replace(state, segments_run=segments_run), StepResult(out, depth)
 
 
 class _Segment(NamedTuple):
@@ -172,20 +170,27 @@ def _read(cache: KV, slot: Int[Array, " batch"], width: int) -> KV:
 
 
 def _write(
-    state: DecodeState, rows: list[KV], positions: Int[Array, "batch cols"], valid: Bool[Array, "batch cols"]
+    state: DecodeState,
+    rows: list[KV],
+    positions: Int[Array, "batch cols"],
+    valid: Bool[Array, "batch cols"],
+    sound: Bool[Array, "batch cols"],
 ) -> DecodeState:
-    """Write K/V rows at each row's own length, in place; non-finite ones as zeros, which flags the row.
+    """Write K/V rows at each row's own length, in place; those of columns with anything non-finite as zeros.
 
-    A masked slot still enters 0 · value in the attention sum, and 0 · NaN is NaN: so nothing non-finite is ever stored.
+    A masked slot still enters 0 · value in the attention sum, and 0 · NaN is NaN: so nothing non-finite is ever stored,
+    and the row is flagged. `sound`, which says that a column's final state is finite, also makes every write wait for
+    every read: XLA on a CPU inserts copies before it orders operations, and copied the caches that it could have
+    overwritten too early.
     """
     slot = state.length
 
     def place(target: jax.Array, update: jax.Array, slot: jax.Array, axis: int) -> jax.Array:
         return jax.vmap(lambda t, u, s: jax.lax.dynamic_update_slice_in_dim(t, u, s, axis=axis))(target, update, slot)
 
-    caches, broken = [], jnp.zeros_like(valid)
+    caches, broken = [], ~sound
     for cache, new in zip(state.caches, rows, strict=True):
-        finite = jnp.isfinite(new.k).all(axis=(1, 3)) & jnp.isfinite(new.v).all(axis=(1, 3))
+        finite = sound & jnp.isfinite(new.k).all(axis=(1, 3)) & jnp.isfinite(new.v).all(axis=(1, 3))
         broken = broken | ~finite
         new = _keep(finite, new, KV(jnp.zeros_like(new.k), jnp.zeros_like(new.v)))
         caches.append(KV(place(cache.k, new.k, slot, 1), place(cache.v, new.v, slot, 1)))

@@ -128,16 +128,18 @@ def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: in
     for depth in sorted({depth for depth, _ in parts}):
         router, projection = parts.get((depth, "router")), parts.get((depth, "projection"))
         heads[depth] = ExitHead(
-            Router(**router) if router else None,
-            Projection(**projection) if projection else None,
+            Router(**{name: jnp.asarray(value) for name, value in router.items()}) if router else None,
+            Projection(**{name: jnp.asarray(value) for name, value in projection.items()}) if projection else None,
         )
     thresholds = {int(depth): float(value) for depth, value in json.loads(header["thresholds"]).items()}
     flagged = frozenset(json.loads(header["degenerate"]))
     for depth, head in heads.items():
-        widths = {part[0].shape[0] for part in head if part is not None}
-        if not 1 <= depth < num_layers or widths - {hidden_size}:
+        shapes = {name: value.shape for part in head if part is not None for name, value in part._asdict().items()}
+        square, width = (hidden_size, hidden_size), (hidden_size,)
+        fits = {"down": (*width, *shapes.get("up", ())), "up": shapes.get("up"), "kernel": square, "bias": width}
+        if not 1 <= depth < num_layers or any(shape != fits[name] for name, shape in shapes.items()):
             raise InputError(
-                f"{path} holds an exit head at depth {depth} for width {sorted(widths)}; the model has {num_layers} "
-                f"layers of width {hidden_size}. Run `tide-jax calibrate` again."
+                f"{path} holds an exit head at depth {depth} with shapes {shapes}; the model has {num_layers} layers of "
+                f"width {hidden_size}. Run `tide-jax calibrate` again."
             )
     return ExitHeads(heads, thresholds, flagged)

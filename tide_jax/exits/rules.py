@@ -162,7 +162,9 @@ class RouterExit:
                 f"RouterExit: no router is calibrated at depth {missing}; there are routers at {trained}. Name exit "
                 "points among these, or run `tide-jax calibrate` again."
             )
-        chosen = exits.thresholds if self.threshold is None else self.threshold
+        chosen = self.threshold
+        if chosen is None:
+            chosen = exits.thresholds if exits else {}
         if not isinstance(chosen, Mapping):
             chosen = dict.fromkeys(points, chosen)
         return np.array(

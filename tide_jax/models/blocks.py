@@ -24,12 +24,14 @@ class Attendable(NamedTuple):
     Attributes:
         cos: cosines of the rotary angles of the columns.
         sin: sines of the same.
+        valid: columns that exist.
         now: column t may attend to column u of this call.
         past: column t may attend to slot s of the cache; None when there is no cache.
     """
 
     cos: Float[Array, "batch cols half"]
     sin: Float[Array, "batch cols half"]
+    valid: Bool[Array, "batch cols"]
     now: Bool[Array, "batch cols cols"]
     past: Bool[Array, "batch cols slots"] | None
 
@@ -85,10 +87,15 @@ class Attention(nnx.Module):
         self.o = Linear(config.num_heads * hd, d, bias=bias, dtype=dtype, rngs=rngs)
 
     def project_kv(self, x: Float[Array, "batch cols embed"], view: Attendable) -> KV:
-        """The K/V rows of normed states x: all that a layer that is not run still owes to later tokens."""
+        """The K/V rows of normed states x: all that a layer that is not run still owes to later tokens.
+
+        A column that does not exist has the value 0, whatever its state: a masked score still multiplies its value in
+        the attention sum, and 0 · NaN is NaN.
+        """
         split = (*x.shape[:2], -1, self.head_dim)
         k = rotate(self.k(x).reshape(split), view.cos, view.sin)
-        return KV(k.swapaxes(1, 2), self.v(x).reshape(split).swapaxes(1, 2))
+        v = jnp.where(view.valid[..., None, None], self.v(x).reshape(split), 0)
+        return KV(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
     def query(self, x: Float[Array, "batch cols embed"], view: Attendable) -> Float[Array, "batch heads cols head_dim"]:
         """Rotated queries of normed states x."""

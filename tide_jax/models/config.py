@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -11,8 +11,8 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: `default` (none), `linear` (all divided by `factor`) or `llama3` (low frequencies divided, high kept,
-            a smooth ramp between; Llama 3.1 model card).
+        kind: `default` (none), `linear` (all divided by `factor`) or `llama3` (low frequencies divided, high
+            kept, a smooth ramp between; Llama 3.1 model card).
         factor: the divisor of `linear` and `llama3`.
         low_freq_factor: `llama3`: wavelengths above `original_max_positions / low_freq_factor` are divided.
         high_freq_factor: `llama3`: wavelengths below `original_max_positions / high_freq_factor` are kept.
@@ -72,6 +72,30 @@ class DecoderConfig:
         """The config that `to_json` wrote.
 
         Raises:
-            TypeError: a key is missing or unknown.
+            TypeError: a key is missing or unknown, or a value has another type.
         """
-        return cls(**{**data, "rope": RopeConfig(**data["rope"])})
+        data = dict(data)
+        rope = data.get("rope")
+        if not isinstance(rope, dict):
+            raise TypeError(f"'rope' is {rope!r}")
+        return cls(**_checked(cls, {**data, "rope": RopeConfig(**_checked(RopeConfig, rope))}))
+
+
+def _checked(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    """The data itself.
+
+    Raises:
+        TypeError: a field is missing or unknown, or holds a value of another type or a number not above 0.
+    """
+    kinds = get_type_hints(cls)
+    if wrong := sorted(kinds.keys() ^ data.keys()):
+        raise TypeError(f"{wrong[0]!r} is {'missing' if wrong[0] in kinds else 'unknown'}")
+    for name, kind in kinds.items():
+        value = data[name]
+        if get_origin(kind) is Literal:
+            sound = value in get_args(kind)
+        else:
+            sound = type(value) is kind and (kind not in (int, float) or 0 < value < float("inf"))
+        if not sound:
+            raise TypeError(f"{name!r} is {value!r}")
+    return data

@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
         now = before | jnp.eye(cols, dtype=bool)
         if past is not None:
             past = jnp.broadcast_to(past[:, None, :], (past.shape[0], cols, past.shape[1]))
-        return Attendable(cos, sin, now, past)
+        return Attendable(cos, sin, valid, now, past)
 
     def hidden_states(
         self, ids: Int[Array, "batch cols"], mask: Bool[Array, "batch cols"]

@@ -13,9 +13,16 @@ def _config(data: Mapping[str, Any]) -> DecoderConfig:
     reader = ConfigReader(data, "llama")
     hidden, heads = reader.positive("hidden_size", int), reader.positive("num_attention_heads", int)
     kv_heads = reader.positive("num_key_value_heads", int, heads)
-    max_positions = reader.positive("max_position_embeddings", int, 2048)
     if heads % kv_heads:
-        raise InputError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+        raise InputError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}. "
+            "Correct it there."
+        )
+    head_dim = reader.positive("head_dim", int, hidden // heads)
+    if head_dim % 2:
+        raise InputError(
+            f"config.json: head_dim {head_dim} is odd, but rotary embeddings turn pairs. Correct it there."
+        )
     reader.only("hidden_act", "silu", "swish")
     reader.only("pretraining_tp", 1)
     reader.only("is_llama_config", True)
@@ -30,10 +37,10 @@ def _config(data: Mapping[str, Any]) -> DecoderConfig:
         num_layers=reader.positive("num_hidden_layers", int),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=reader.positive("head_dim", int, hidden // heads),
+        head_dim=head_dim,
         norm_eps=reader.positive("rms_norm_eps", float, 1e-6),
-        rope=reader.rope(max_positions),
-        max_positions=max_positions,
+        rope=reader.rope(),
+        max_positions=reader.positive("max_position_embeddings", int, 2048),
         tied_head=reader.take("tie_word_embeddings", bool, False),
         attention_bias=reader.take("attention_bias", bool, False),
         mlp_bias=reader.take("mlp_bias", bool, False),
@@ -42,26 +49,23 @@ def _config(data: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-_LAYER = r"model\.layers\.(\d+)\."
-
-
 def _linear(source: str, path: str) -> tuple[Weight, Weight]:
-    name = re.escape(source)
+    source = f"model.layers.{{layer}}.{source}"
     return (
-        Weight(source=re.compile(rf"{_LAYER}{name}\.weight"), part="layer", path=f"{path}.kernel", transpose=True),
-        Weight(source=re.compile(rf"{_LAYER}{name}\.bias"), part="layer", path=f"{path}.bias"),
+        Weight(source=f"{source}.weight", part="layer", path=f"{path}.kernel", transpose=True),
+        Weight(source=f"{source}.bias", part="layer", path=f"{path}.bias"),
     )
 
 
 def _norm(source: str, path: str) -> Weight:
-    return Weight(source=re.compile(rf"{_LAYER}{source}\.weight"), part="layer", path=f"{path}.scale")
+    return Weight(source=f"model.layers.{{layer}}.{source}.weight", part="layer", path=f"{path}.scale")
 
 
 LLAMA = Family(
     name="llama",
     config=_config,
     weights=(
-        Weight(source=re.compile(r"model\.embed_tokens\.weight"), part="embedding", path="embedding"),
+        Weight(source="model.embed_tokens.weight", part="embedding", path="embedding"),
         _norm("input_layernorm", "attention_norm"),
         *_linear("self_attn.q_proj", "attention.q"),
         *_linear("self_attn.k_proj", "attention.k"),
@@ -71,8 +75,8 @@ LLAMA = Family(
         *_linear("mlp.gate_proj", "mlp.gate"),
         *_linear("mlp.up_proj", "mlp.up"),
         *_linear("mlp.down_proj", "mlp.down"),
-        Weight(source=re.compile(r"model\.norm\.weight"), part="final", path="final_norm.scale"),
-        Weight(source=re.compile(r"lm_head\.weight"), part="final", path="lm_head.kernel", transpose=True),
+        Weight(source="model.norm.weight", part="final", path="final_norm.scale"),
+        Weight(source="lm_head.weight", part="final", path="lm_head.kernel", transpose=True),
     ),
-    ignored=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    ignored=re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq"),
 )

@@ -1,0 +1,177 @@
+"""The real SmolLM2-135M-Instruct against transformers, and that skipping really skips and memory stays in bounds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support.tiny import Scripted, counted_layers, with_script
+
+import tide_jax as tide
+from tide_jax.decode.generate import engine_for
+
+QUESTIONS = [
+    "What is photosynthesis?",
+    "Name three primary colors.",
+    "Write a haiku about the sea.",
+    "How do I boil an egg?",
+    "What is the capital of Australia?",
+    "Explain gravity to a child in two sentences, please.",
+    "Translate 'good morning' into French.",
+    "Why is the sky blue?",
+    "Give me a short list of things to pack for a weekend of hiking in the mountains in late autumn.",
+    "What is 12 times 8?",
+]
+NEW = 64
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2_gguf):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def chats(smollm2):
+    return [smollm2.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+
+
+@pytest.fixture(scope="session")
+def greedy(smollm2, chats):
+    """All prompts, of unequal lengths, in one batch at full depth."""
+    return tide.generate(smollm2, chats, max_new_tokens=NEW, stop=[])
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_logits_match_transformers(smollm2, oracle, wikipedia):
+    import torch
+
+    text = json.loads(wikipedia.read_text().splitlines()[0])["text"] * 3
+    ids = np.array([smollm2.tokenizer.encode(text)[:200]])
+    assert ids.shape == (1, 200)
+    with torch.no_grad():
+        wanted = oracle(torch.from_numpy(ids)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(smollm2(ids)), wanted, atol=2e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_greedy_tokens_match_transformers(greedy, chats, oracle):
+    import torch
+
+    for ids, row in zip(chats, greedy.tokens, strict=True):
+        prompt = torch.tensor([ids])
+        made = oracle.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            min_new_tokens=NEW,
+            max_new_tokens=NEW,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert made[0, len(ids) :].tolist() == row.tolist()
+    assert (greedy.exit_depths == 30).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_change_logits(smollm2, chats, side):
+    rows = [chats[index] for index in (0, 3, 5, 8)]
+    cols = max(map(len, rows))
+    assert len(set(map(len, rows))) == 4
+    ids, mask = np.full((4, cols), 7), np.zeros((4, cols), bool)
+    for index, row in enumerate(rows):
+        place = slice(cols - len(row), cols) if side == "left" else slice(len(row))
+        ids[index, place], mask[index, place] = row, True
+    together = np.asarray(smollm2(ids, mask))
+    for index, row in enumerate(rows):
+        alone = np.asarray(smollm2(np.array([row])))[0]
+        np.testing.assert_allclose(together[index, mask[index]], alone, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_row_of_a_batch_equals_the_row_alone(smollm2, chats, greedy):
+    for index in (0, 3, 5, 8):
+        alone = tide.generate(smollm2, [chats[index]], max_new_tokens=NEW, stop=[])
+        assert alone.tokens[0].tolist() == greedy.tokens[index].tolist()
+
+
+@pytest.mark.slow
+def test_a_row_ends_at_the_models_own_end_of_text(smollm2, chats, greedy):
+    out = tide.generate(smollm2, chats, max_new_tokens=NEW)
+    ends = [
+        next((i + 1 for i, token in enumerate(row) if token in smollm2.eos_ids), NEW) for row in greedy.tokens
+    ]
+    assert out.lengths == ends and min(ends) < NEW
+    for row, free, end, text in zip(out.tokens, greedy.tokens, ends, out.text, strict=True):
+        assert row[:end].tolist() == free[:end].tolist()
+        assert (row[end:] == smollm2.tokenizer.pad_id).all()
+        words = free[: end - (free[end - 1] in smollm2.eos_ids)].tolist()
+        assert text == smollm2.tokenizer.decode(words)
+
+
+@pytest.mark.slow
+def test_the_device_runs_the_layers_it_reports(smollm2, chats, monkeypatch):
+    calls = counted_layers(monkeypatch)
+    random = np.random.default_rng(0)
+    points = (8, 16, 24)
+    model = with_script(smollm2, {depth: random.integers(0, 2, 256) for depth in points})
+    for rule in (Scripted(), tide.FixedDepth(8), tide.FixedDepth(16), tide.FixedDepth(30), Scripted()):
+        engine = engine_for(model, exits=Scripted(), exit_points=points, remainder=tide.ProjectKV())
+        state = engine.start([chats[0]], rule=rule, max_new_tokens=17)
+        jax.effects_barrier()
+        calls.clear()
+        state = engine.run(state, 16)
+        jax.effects_barrier()
+        depths = np.asarray(state.depths)[0, len(chats[0]) + 1 :][:16]
+        assert len(calls) == depths.sum()
+        assert int(np.dot(np.diff((0, *points, 30)), state.segments_run)) == depths.sum()
+        assert set(depths) == ({rule.layers} if isinstance(rule, tide.FixedDepth) else {8, 16, 24, 30})
+
+
+MEMORY = """
+import json, sys, threading, time
+import tide_jax as tide
+from tide_jax.decode.state import SLACK, bucket
+
+def anonymous():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+peak = 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.005)
+
+threading.Thread(target=watch, daemon=True).start()
+model = tide.load(sys.argv[1])
+out = tide.generate(model, "The sky is", max_new_tokens=64, exits=tide.FixedDepth(16), stop=[])
+config = model.config
+cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bucket(64 + 3 + SLACK, 256) * 4
+print(json.dumps({"peak": peak, "cache": cache, "new": out.stats.new_tokens}))
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_run_is_the_weights_the_caches_and_little_else(smollm2_dir):
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(smollm2_dir)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(tide.__file__).parent.parent,
+    )
+    seen = json.loads(done.stdout)
+    assert seen["new"] == 64
+    assert seen["peak"] <= 540e6 + seen["cache"] + 600e6

@@ -1,0 +1,167 @@
+"""`tide-jax compare`."""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import UseAppendAction, arg
+
+from tide_jax.cli import output
+from tide_jax.cli.options import (
+    Directory,
+    Dtype,
+    ExitPoints,
+    Exits,
+    Json,
+    MaxNewTokens,
+    Raw,
+    RemainderName,
+    as_prompts,
+    load_model,
+    parse_exit_points,
+    parse_exits,
+    parse_remainder,
+)
+from tide_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tide_jax import Report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Measure an exit rule against the full model: speed beside quality.
+
+    Agreement is counted along the full model's own greedy answers, not along the faster run's.
+
+    $ tide-jax compare smollm2 --prompt "Why is the sky blue?" --exits router
+    $ tide-jax compare smollm2 --prompts questions.txt --exits fixed:24 --json
+    """
+
+    model: Directory
+    prompt: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT", help="A prompt.")] = ()
+    prompts: Annotated[
+        str | None, arg(metavar="FILE", help="Prompts, one a line; - reads standard input.")
+    ] = None
+    exits: Exits = "router"
+    exit_points: ExitPoints = None
+    remainder: RemainderName = "project"
+    max_new_tokens: MaxNewTokens = 64
+    raw: Raw = False
+    dtype: Dtype = "auto"
+    json: Json = False
+
+    def run(self) -> None:
+        """Compare and print."""
+        from tide_jax.decode import compare
+        from tide_jax.progress import track
+
+        rule = parse_exits(self.exits)
+        points = parse_exit_points(self.exit_points)
+        texts = [*self.prompt, *read_prompts(self.prompts)]
+        if not texts:
+            raise InputError(
+                "compare needs a prompt. Give --prompt TEXT (as often as you like) or --prompts FILE."
+            )
+        model = load_model(self.model, self.dtype)
+        prompts = as_prompts(model, texts, raw=self.raw)
+        output.note("compiling, then running every prompt at full depth and with exits")
+        report = compare(
+            model,
+            prompts,
+            exits=rule,
+            exit_points=points,
+            remainder=parse_remainder(self.remainder),
+            max_new_tokens=self.max_new_tokens,
+            progress=functools.partial(track, description="prompts"),
+        )
+        if self.json:
+            output.emit(_facts(self.exits, texts, report))
+            return
+        output.show(side_by_side(self.exits, report, num_layers=model.config.num_layers))
+        output.show(*answers(texts, {"full": report.full_texts, self.exits: report.texts}))
+
+
+def read_prompts(source: str | None) -> list[str]:
+    """Prompts from a file, one a line; blank lines are left out.
+
+    Raises:
+        InputError: the file is not there, is not text, or holds no prompt.
+    """
+    if source is None:
+        return []
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source} is not UTF-8 text ({error.reason}, byte {error.start}). Save it as UTF-8."
+        ) from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{source} holds no prompt. Write one a line.")
+    return lines
+
+
+def _facts(exits: str, prompts: list[str], report: "Report") -> dict[str, object]:
+    """The report as JSON-ready data; the runs themselves as tokens and depths."""
+    names = [field.name for field in dataclasses.fields(report) if field.name != "outputs"]
+    runs = [(out, out.lengths[0]) for out in report.outputs]
+    return {
+        "exits": exits,
+        **{name: getattr(report, name) for name in names},
+        "speedup": report.tokens_per_second / report.full_tokens_per_second,
+        "prompts": prompts,
+        "tokens": [out.tokens[0, :length].tolist() for out, length in runs],
+        "exit_depths": [out.exit_depths[0, :length].tolist() for out, length in runs],
+    }
+
+
+def side_by_side(name: str, report: "Report", *, num_layers: int) -> "Table":
+    """The full model beside the rule of that name."""
+    from rich.table import Table
+    from rich.text import Text
+
+    same = report.texts == report.full_texts
+    speedup = report.tokens_per_second / report.full_tokens_per_second
+    rows = {
+        "same choice as the full model": ("100 %", f"{100 * report.agreement:.1f} %"),
+        "tokens before the texts differ": ("–", "–" if same else f"{report.first_divergence:.1f}"),
+        "KL divergence, nats": ("0", f"{report.kl:.3f}"),
+        "NLL gap, nats": ("0", f"{report.nll_gap:+.3f}"),
+        "longest repeat, tokens": (f"{report.full_longest_repeat:.1f}", f"{report.longest_repeat:.1f}"),
+        "layers run per token": (f"{num_layers}", f"{report.mean_depth:.1f}"),
+        "tokens by depth": (f"{num_layers}: 100 %", output.histogram_text(report.histogram)),
+        "tokens/s": (
+            f"{report.full_tokens_per_second:.1f}",
+            f"{report.tokens_per_second:.1f} ({speedup:.2f}×)",
+        ),
+    }
+    title = f"{report.positions} positions of the full model's own answers"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", style="bold")
+    table.add_column("full depth", justify="right")
+    table.add_column(Text(name), justify="right")
+    for measure, values in rows.items():
+        table.add_row(measure, *values)
+    return table
+
+
+def answers(prompts: list[str], texts: dict[str, list[str]]) -> list["Table"]:
+    """For each prompt a table of its answers, one line per run, shortened."""
+    from rich.table import Table
+    from rich.text import Text
+
+    tables = []
+    for index, prompt in enumerate(prompts):
+        title = Text(f"\n{output.shortened(prompt, 100)}", style="italic")
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, answered in texts.items():
+            table.add_row(Text(name), Text(output.shortened(answered[index], 300)))
+        tables.append(table)
+    return tables

@@ -1,0 +1,137 @@
+"""`tide-jax inspect`."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tide_jax.cli import output
+from tide_jax.cli.options import Directory, Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Say what is in a converted directory: model, size, origin, calibrated exits.
+
+    The weights are not read.
+
+    $ tide-jax inspect smollm2
+    """
+
+    model: Directory
+    json: Json = False
+
+    def run(self) -> None:
+        """Read the manifest and the exit heads, and print them."""
+        facts = described(self.model)
+        if self.json:
+            output.emit(facts)
+        else:
+            output.show(words(facts))
+
+
+def described(directory: Path) -> dict[str, Any]:
+    """Everything that is known about a converted directory, ready for JSON.
+
+    Raises:
+        InputError: not a converted model, or its exit heads belong to another.
+    """
+    import math
+
+    import jax
+    import jax.numpy as jnp
+
+    from tide_jax.checkpoint import read_manifest, skeleton
+    from tide_jax.exits.heads import FILE_NAME, load_heads
+
+    manifest = read_manifest(directory)
+    config = manifest.config
+    _, abstract = skeleton(config, manifest.dtype)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))
+    heads = directory / FILE_NAME
+    exits = None
+    if heads.exists():
+        found = load_heads(
+            heads,
+            fingerprint=manifest.fingerprint,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+        )
+        exits = {
+            "heads": sorted(found.heads),
+            "degenerate": sorted(found.degenerate),
+            "points": sorted(found.thresholds),
+            "thresholds": {str(depth): value for depth, value in sorted(found.thresholds.items())},
+        }
+    return {
+        "path": str(directory),
+        "config": config.to_json(),
+        "parameters": parameters,
+        "dtype": manifest.dtype,
+        "weight_bytes": parameters * jnp.dtype(manifest.dtype).itemsize,
+        "disk_bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+        "source": dict(manifest.source),
+        "fingerprint": manifest.fingerprint,
+        "eos_ids": list(manifest.eos_ids),
+        "chat_template": (directory / "tokenizer" / "chat_template.jinja").is_file(),
+        "exits": exits,
+    }
+
+
+def words(facts: dict[str, Any]) -> "Table":
+    """The facts as a table of two columns for people."""
+    from rich.table import Table
+    from rich.text import Text
+
+    config, exits = facts["config"], facts["exits"]
+    rope = config["rope"]
+    biased = "".join(f"; {name}" for name in ("attention_bias", "mlp_bias") if config[name])
+    stretched = "" if rope["kind"] == "default" else f", {rope['kind']} × {rope['factor']:g}"
+    rows = {
+        "model": f"{config['family']}, {config['num_layers']} layers of width {config['hidden_size']}",
+        "attention": f"{config['num_heads']} query heads, {config['num_kv_heads']} key/value heads of "
+        f"{config['head_dim']}; rotary base {rope['theta']:,.0f}{stretched}",
+        "feed-forward": f"gated, width {config['ffn_size']}{biased}",
+        "vocabulary": f"{config['vocab_size']:,} tokens; LM head "
+        + ("tied to the embedding" if config["tied_head"] else "of its own"),
+        "context": f"{config['max_positions']:,} tokens",
+        "weights": f"{facts['parameters']:,} parameters, {facts['dtype']}, {_size(facts['weight_bytes'])} "
+        f"({_size(facts['disk_bytes'])} on disk)",
+        "source": ", ".join(f"{key} {_flat(value)}" for key, value in facts["source"].items()),
+        "fingerprint": facts["fingerprint"],
+        "stop ids": ", ".join(map(str, facts["eos_ids"])) or "none",
+        "chat template": "yes" if facts["chat_template"] else "no",
+        "exits": _exits(exits),
+    }
+    if "seconds" in facts:
+        rows["converted in"] = f"{facts['seconds']:.1f} s"
+    table = Table(
+        title=Text(facts["path"]), title_justify="left", show_header=False, box=None, pad_edge=False
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def _exits(exits: dict[str, Any] | None) -> str:
+    if exits is None:
+        return "not calibrated (tide-jax calibrate)"
+    trained = f"heads after layer {', '.join(map(str, exits['heads']))}"
+    if exits["degenerate"]:
+        trained += f" (never used, too little to learn from: {', '.join(map(str, exits['degenerate']))})"
+    if not exits["points"]:
+        return f"{trained}; calibration chose no exit point"
+    chosen = ", ".join(f"{depth} above {value:.3f}" for depth, value in exits["thresholds"].items())
+    return f"{trained}; chosen points and thresholds: {chosen}"
+
+
+def _flat(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,110 @@
+"""Arguments that several verbs share, and their meaning."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from tide_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from tide_jax import Model
+    from tide_jax.exits import ExitRule, Remainder
+
+Directory = Positional[Annotated[Path, arg(metavar="DST", help="Directory that `tide-jax convert` made.")]]
+Json = Annotated[bool, arg(help="Print exactly one JSON object on standard output.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    arg(help="Of weights, states and caches. auto: as stored; on a CPU, 16-bit weights are held as float32."),
+]
+Exits = Annotated[
+    str,
+    arg(
+        metavar="RULE",
+        help="When a token leaves: never | fixed:N (after N layers) | router (at the calibrated thresholds) "
+        "| router:T (where the router's score is above T, 0 to 1).",
+    ),
+]
+ExitPoints = Annotated[
+    str | None,
+    arg(
+        metavar="N,N,…",
+        help="Depths (layers run) at which a token may leave. None: those the rule names.",
+    ),
+]
+RemainderName = Annotated[
+    Literal["project"],
+    arg(help="What stands in for layers that are not run. project: K and V projections of the exit state."),
+]
+Raw = Annotated[
+    bool, arg(help="Take prompts as raw text; otherwise the model's chat template is applied, if any.")
+]
+MaxNewTokens = Annotated[int, arg(metavar="N", help="New tokens, at most.")]
+
+
+def parse_exits(text: str) -> "ExitRule":
+    """The rule that `--exits` names.
+
+    Raises:
+        InputError: it is not one of the forms.
+    """
+    from tide_jax.exits import FixedDepth, Never, RouterExit
+
+    name, given, value = text.partition(":")
+    if name == "never" and not given:
+        return Never()
+    if name == "router" and not given:
+        return RouterExit()
+    try:
+        number = {"fixed": int, "router": float}[name](value)
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"--exits {text!r} is not a rule. Write never, fixed:N with a number of layers (fixed:16), "
+            "router, or router:T with a threshold (router:0.85)."
+        ) from error
+    return FixedDepth(number) if name == "fixed" else RouterExit(number)
+
+
+def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
+    """The depths that `--exit-points` lists.
+
+    Raises:
+        InputError: not whole numbers with commas between them.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(depth) for depth in text.split(","))
+    except ValueError as error:
+        raise InputError(
+            f"--exit-points {text!r} is not a list of depths. Write numbers of layers with commas: 8,16,24."
+        ) from error
+
+
+def parse_remainder(name: str) -> "Remainder":
+    """The remainder of that name."""
+    from tide_jax.exits import ProjectKV
+
+    return {"project": ProjectKV()}[name]
+
+
+def load_model(directory: Path, dtype: str = "auto") -> "Model":
+    """The model in a converted directory."""
+    from tide_jax.model import load
+    from tide_jax.progress import status
+
+    with status(f"loading {directory}"):
+        return load(directory, None if dtype == "auto" else dtype)
+
+
+def as_prompts(model: "Model", texts: list[str], *, raw: bool) -> list[str | list[dict[str, str]]]:
+    """Prompts for the library: chats where the model has a chat template and `raw` is false, else the texts.
+
+    Raises:
+        InputError: a chat message is empty.
+    """
+    if raw or model.tokenizer is None or not model.tokenizer.has_chat_template:
+        return list(texts)
+    if empty := [number for number, text in enumerate(texts, 1) if not text.strip()]:
+        raise InputError(f"prompt {empty[0]} is empty. Write a question, or use --raw to send it as it is.")
+    return [[{"role": "user", "content": text}] for text in texts]
