@@ -78,7 +78,10 @@ def main() -> None:
     lines += [
         "",
         f"full_vs_transformers    {result['full_vs_transformers']:.2f}  ({best})",
-        *(f"depth{d}_vs_full{'':<9}{result[f'depth{d}_vs_full']:.2f}  (byte ceiling {ceiling[d]:.2f})" for d in ceiling),
+        *(
+            f"depth{d}_vs_full{'':<9}{result[f'depth{d}_vs_full']:.2f}  (byte ceiling {ceiling[d]:.2f})"
+            for d in ceiling
+        ),
         f"never_overhead          {result['never_overhead']:+.3f}  (exit points {list(stored)})",
         "",
         str(result["environment"]),
@@ -87,7 +90,7 @@ def main() -> None:
 
 
 def ceilings(config, depth: int, context: int) -> float:
-    """Full-depth bytes per token over bytes at `depth`: a layer that is left out still reads its K and V projections."""
+    """Bytes per token at full depth over those at `depth`, where a layer left out still reads its K/V projections."""
     d, hd = config.hidden_size, config.head_dim
     kv = 2 * d * config.num_kv_heads * hd
     cache = 2 * context * config.num_kv_heads * hd
@@ -118,7 +121,8 @@ def transformers_variants(gguf: Path, ids: list[int], threads: int):
         return time.perf_counter() - began
 
     return {
-        f"transformers_{cache}": lambda cache=cache: timed(NEW, cache) - timed(1, cache) for cache in ("dynamic", "static")
+        f"transformers_{cache}": lambda cache=cache: timed(NEW, cache) - timed(1, cache)
+        for cache in ("dynamic", "static")
     }
 
 

@@ -107,8 +107,8 @@ def split(document: Int[np.ndarray, " tokens"], shares: Sequence[float], seed: i
     numbers, counts = np.unique(document, return_counts=True)
     if len(numbers) < len(shares):
         raise InputError(
-            f"calibration splits its text by document into {len(shares)} parts, and there are {len(numbers)} documents with "
-            "usable tokens. Give more documents (in .jsonl, a `document` per text; in .txt, more paragraphs)."
+            f"calibration splits its text by document into {len(shares)} parts, and there are {len(numbers)} documents "
+            "with usable tokens. Give more documents (in .jsonl, a `document` per text; in .txt, more paragraphs)."
         )
     order = np.random.default_rng(seed).permutation(len(numbers))
     filled = np.zeros(len(shares))

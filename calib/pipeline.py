@@ -45,7 +45,10 @@ class Calibration:
     def save(self, directory: Path) -> None:
         """Write `exit_heads.safetensors` and `calibration.json` into a converted directory."""
         save_heads(
-            directory / FILE_NAME, self.exits, fingerprint=self.fingerprint, agreement=self.report["agreement"]
+            directory / FILE_NAME,
+            self.exits,
+            fingerprint=self.fingerprint,
+            agreement=self.report["agreement"],
         )
         beside = directory / (REPORT_NAME + ".part")
         beside.write_text(json.dumps(self.report, indent=2) + "\n")
@@ -69,7 +72,7 @@ def calibrate(
     label: Label = "agreement",
     tokens_per_text: int = 128,
     depths: Sequence[int] | None = None,
-    live_prompts: int = 24,
+    live_prompts: int = 48,
     live_tokens: int = 48,
     seed: int = 0,
 ) -> Calibration:
@@ -77,8 +80,8 @@ def calibrate(
 
     Texts are split by document into three parts. On the first, a closed-form affine projection is fitted per candidate
     depth, and kept only where it raises agreement on the second. On the second, labels are made through it and routers
-    are trained. On the third, at most 3 exit points and their thresholds are chosen so that `agreement` of all tokens get
-    the full model's token. Those states came from exact K/V; the running engine lives with its own approximate K/V. So
+    are trained. On the third, at most 3 exit points and their thresholds are chosen so that `agreement` of all tokens
+    get the full model's token. Those states came from exact K/V; the running engine lives with its own approximate K/V. So
     the choice is checked on the yardstick, on continuations of texts of the third part, and tightened until it holds.
 
     Args:
@@ -111,7 +114,11 @@ def calibrate(
     if not depths or depths[0] < 1 or depths[-1] >= layers:
         raise InputError(f"candidate depths {list(depths)} must lie between 1 and {layers - 1}, layers run.")
     states = collect(
-        model, texts, depths, tokens_per_text=tokens_per_text, progress=_bar("collecting states", len(texts) / 8)
+        model,
+        texts,
+        depths,
+        tokens_per_text=tokens_per_text,
+        progress=_bar("collecting states", len(texts) / 8),
     )
     first, second, third = (states.where(mask) for mask in split(states.document, SHARES, seed))
 
@@ -160,7 +167,11 @@ def calibrate(
         "num_layers": layers,
         "texts": len(texts),
         "documents": int(np.unique(states.document).size),
-        "tokens": {"projections": len(first.last), "routers": len(second.last), "thresholds": len(third.last)},
+        "tokens": {
+            "projections": len(first.last),
+            "routers": len(second.last),
+            "thresholds": len(third.last),
+        },
         "depths": rows,
         **choice,
     }
@@ -195,8 +206,8 @@ def _choose_checked(
 ) -> tuple[dict[int, float], dict[str, Any]]:
     """Thresholds that save most while they hold in the running engine, and how they were found.
 
-    Recorded states come from exact K/V, so agreement on them is the optimistic end. The target set there is
-    bisected between what was asked for and 1 until the engine, with its own K/V, keeps what was asked for.
+    Recorded states come from exact K/V, so agreement on them is the optimistic end. The share of tokens that may
+    disagree there is bisected, on a logarithmic scale, until the engine, with its own K/V, keeps what was asked.
     """
     select = functools.partial(choose, by_depth, good, num_layers=model.config.num_layers)
     nothing = {"chosen": {}, "saved_layers": 0.0, "recorded_agreement": 1.0, "live": []}
@@ -212,7 +223,7 @@ def _choose_checked(
         eos_ids=model.eos_ids,
         fingerprint=model.fingerprint,
     )
-    batch = min(len(prompts), 12)
+    batch = min(len(prompts), 24)
     yardstick = Yardstick(
         trial,
         prompts,
@@ -223,11 +234,13 @@ def _choose_checked(
         batch=batch,
         progress=_bar("full-depth trajectories", len(prompts) / batch),
     )
-    low, high, target, tried, best = agreement, 1.0, agreement, [], None
+    # Budgets are shares of tokens that may disagree on recorded states; the engine keeps some of it for drift.
+    most, least, budget = 1 - agreement, (1 - agreement) / 32, 1 - agreement
+    tried, best = [], None
     for _ in _bar("checking thresholds with the engine", rounds)(range(rounds)):
-        thresholds, saved, kept = select(agreement=target)
+        thresholds, saved, kept = select(agreement=1 - budget)
         measured = {
-            "target": target,
+            "target": 1 - budget,
             "thresholds": {str(depth): value for depth, value in thresholds.items()},
             "saved_layers": saved,
             "recorded_agreement": kept,
@@ -239,12 +252,12 @@ def _choose_checked(
         if share - (share * (1 - share) / positions) ** 0.5 >= agreement or share == 1:
             if thresholds and (best is None or measured["mean_depth"] < best[1]["mean_depth"]):
                 best = thresholds, measured
-            high = target
+            least = budget
         else:
-            low = target
-        if high - low < 0.002:
+            most = budget
+        if most <= 1.05 * least:
             break
-        target = (low + high) / 2
+        budget = (most * least) ** 0.5
     if best is None:
         return {}, nothing | {
             "live": tried,
@@ -260,5 +273,5 @@ def _choose_checked(
     }
 
 
-def _bar(description: str, total: float) -> Callable:
+def _bar(description: str, total: int | float) -> Callable:
     return lambda items: track(items, total=int(np.ceil(total)), description=description)

@@ -56,9 +56,7 @@ def predictions(
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
-def _predict(
-    graphdef, params, projection: Projection | None, x: Float[Array, "tokens embed"]
-) -> Int[Array, " tokens"]:
+def _predict(graphdef, params, projection: Projection | None, x: Float[Array, "tokens embed"]) -> Int[Array, " tokens"]:
     decoder = nnx.merge(graphdef, params)
     x = x.astype(jnp.float32)
     if projection is not None:

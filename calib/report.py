@@ -51,9 +51,9 @@ def render(report: dict[str, Any]):
     if report["chosen"]:
         last = report["checked"]
         lines.append(
-            f"Chosen for agreement {report['agreement']:.0%}: {report['saved_layers']:.2f} of {report['num_layers']} layers "
-            f"saved per token on recorded states ({report['recorded_agreement']:.1%} agreement); the running engine, with "
-            f"its own K/V, agrees on {last['agreement']:.1%} of {last['positions']} positions and runs "
+            f"Chosen for agreement {report['agreement']:.0%}: {report['saved_layers']:.2f} of {report['num_layers']} "
+            f"layers saved per token on recorded states ({report['recorded_agreement']:.1%} agreement); the running "
+            f"engine, with its own K/V, agrees on {last['agreement']:.1%} of {last['positions']} positions and runs "
             f"{last['mean_depth']:.2f} layers."
         )
     else:

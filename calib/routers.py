@@ -64,10 +64,8 @@ def train_routers(
         order = rng.permutation(inside)[: batches * size].reshape(batches, size)
         params, state = epoch(params, state, x, scale, label, jnp.asarray(order))
         loss = np.asarray(losses(params, x[:, outside], scale, label[:, outside]))
-        better = loss < best_loss
-        keep = jnp.asarray(better)
-        best = jax.tree.map(lambda new, old: jnp.where(keep.reshape(-1, *[1] * (new.ndim - 1)), new, old), params, best)
-        best_loss = np.where(better, loss, best_loss)
+        best = _where(jnp.asarray(loss < best_loss), params, best)
+        best_loss = np.minimum(loss, best_loss)
     best = jax.tree.map(np.asarray, best)
     return [Router(best.down[i], best.up[i]) for i in range(depths)], best_loss.tolist()
 
@@ -77,6 +75,11 @@ def scores(router: Router, scale: Float[np.ndarray, " embed"], x: Float[np.ndarr
     normed = x.astype(np.float32) * scale
     hidden = normed @ router.down
     return 1 / (1 + np.exp(-((hidden / (1 + np.exp(-hidden))) @ router.up)))
+
+
+def _where(chosen: Bool[Array, " depths"], new: Router, old: Router) -> Router:
+    """Depth by depth, the new parameters where chosen."""
+    return jax.tree.map(lambda n, o: jnp.where(chosen.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, old)
 
 
 def _losses(

@@ -70,7 +70,8 @@ def usable_texts(texts: Iterable[Text], *, limit: int, seed: int = 0, name: str 
         )
     if len(usable) < limit:
         warnings.warn(
-            f"{limit} calibration texts were asked for, {name} holds {len(usable)} usable ones: using those.", stacklevel=3
+            f"{limit} calibration texts were asked for, {name} holds {len(usable)} usable ones: using those.",
+            stacklevel=3,
         )
         return usable
     chosen = np.random.default_rng(seed).choice(len(usable), limit, replace=False)

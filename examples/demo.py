@@ -61,9 +61,7 @@ def main(out: Path) -> None:
         router, name = tide.RouterExit(), "router"
     else:
         router, name = tide.RouterExit(threshold=0.85), "router 0.85"
-        output.note(
-            "calibration found no depth that keeps 95 % agreement: the routers run at the paper's 0.85"
-        )
+        output.note("calibration found no depth that keeps 95 % agreement: the routers run at the paper's 0.85")
     rules = {
         "full depth": tide.Never(),
         name: router,
@@ -84,18 +82,14 @@ def main(out: Path) -> None:
     reports = {}
     for label, rule in rules.items():
         with clock.stage(f"measure {label}"):
-            reports[label] = yardstick.measure(rule)
+            reports[label] = yardstick.measure(rule, progress=bar)
 
-    output.show(
-        summary(reports), *answers(QUESTIONS, {label: report.texts for label, report in reports.items()})
-    )
+    output.show(summary(reports), *answers(QUESTIONS, {label: report.texts for label, report in reports.items()}))
     picture = out / "exit_depths.png"
     with clock.stage("draw"):
-        run = reports[name].outputs[0]
-        length = run.lengths[0]
         exit_depths(
-            [model.tokenizer.token_text(token) for token in run.tokens[0, :length]],
-            run.exit_depths[0, :length].tolist(),
+            [model.tokenizer.token_text(token) for token in reports[name].tokens[0]],
+            reports[name].exit_depths[0].tolist(),
             num_layers=model.config.num_layers,
             path=picture,
             title=f"{QUESTIONS[0]}  ({name})",
@@ -109,9 +103,7 @@ def summary(reports: dict[str, tide.Report]):
     from rich.table import Table
 
     positions = next(iter(reports.values())).positions
-    table = Table(
-        title=f"\nSmolLM2-135M-Instruct, {len(QUESTIONS)} questions, {positions} tokens of its own answers"
-    )
+    table = Table(title=f"\nSmolLM2-135M-Instruct, {len(QUESTIONS)} questions, {positions} tokens of its own answers")
     table.add_column("")
     for heading in (
         "tokens/s",

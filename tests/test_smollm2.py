@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct against transformers, and that skipping really skips and memory stays in bounds."""
+"""The real SmolLM2-135M-Instruct: equal to transformers, skips what it says, stays within its memory."""
 
 import json
 import subprocess
@@ -145,7 +145,8 @@ import tide_jax as tide
 from tide_jax.decode.state import SLACK, bucket
 
 def anonymous():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 peak = 0
 def watch():

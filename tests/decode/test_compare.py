@@ -43,9 +43,7 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize("depth", [2, 4])
 def test_every_figure_is_what_its_definition_says(model, depth):
-    report = tide.compare(
-        model, PROMPTS, exits=tide.FixedDepth(depth), exit_points=[2, 4], max_new_tokens=NEW, stop=[]
-    )
+    report = tide.compare(model, PROMPTS, exits=tide.FixedDepth(depth), exit_points=[2, 4], max_new_tokens=NEW, stop=[])
     same, kl, gap, divergence, repeat, full_repeat = [], [], [], [], [], []
     for prompt in PROMPTS:
         tokens, full = greedy(model, prompt, LAYERS)
@@ -74,7 +72,20 @@ def test_the_full_model_agrees_with_itself(model):
     assert (report.agreement, report.kl, report.nll_gap) == (1, 0, 0)
     assert report.first_divergence == NEW
     assert report.mean_depth == LAYERS
-    assert [out.tokens.tolist() for out in report.outputs] == [[greedy(model, p, LAYERS)[0]] for p in PROMPTS]
+
+
+def test_batches_change_no_figure(model):
+    rule = tide.FixedDepth(4)
+    options = dict(rule=rule, exit_points=[2, 4], max_new_tokens=NEW, stop=[])
+    alone = tide.Yardstick(model, PROMPTS, **options).measure(rule)
+    batched = tide.Yardstick(model, PROMPTS, **options, batch=2)
+    together = batched.measure(rule)
+    for name in ("agreement", "positions", "first_divergence", "longest_repeat", "mean_depth", "histogram"):
+        assert getattr(alone, name) == getattr(together, name)
+    assert together.kl == pytest.approx(alone.kl, rel=1e-3)
+    assert batched.agreement(rule) == {
+        "agreement": alone.agreement, "positions": alone.positions, "mean_depth": alone.forced_mean_depth
+    }  # fmt: skip
 
 
 def test_a_trajectory_ends_at_its_stop_token(model):
@@ -86,9 +97,7 @@ def test_a_trajectory_ends_at_its_stop_token(model):
     )
     said = forced(model, PROMPTS[0], tokens, 4)[1:count]
     assert 1 < report.positions == count - 1
-    assert report.agreement == np.mean(
-        [logits.argmax() == t for logits, t in zip(said, tokens[1:], strict=False)]
-    )
+    assert report.agreement == np.mean([logits.argmax() == t for logits, t in zip(said, tokens[1:], strict=False)])
 
 
 def test_layers_that_change_little_can_be_left_out():
@@ -109,9 +118,7 @@ def brute_force(tokens):
     def grams(size):
         return [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
 
-    return max(
-        (size for size in range(1, len(tokens)) if len(set(grams(size))) < len(grams(size))), default=0
-    )
+    return max((size for size in range(1, len(tokens)) if len(set(grams(size))) < len(grams(size))), default=0)
 
 
 @given(st.lists(st.integers(0, 2), max_size=24))
@@ -138,6 +145,4 @@ def test_bad_input_is_refused(model, options, words):
 def test_nothing_to_compare_is_said(model):
     first = greedy(model, PROMPTS[0], LAYERS)[0][0]
     with pytest.raises(InputError, match="nothing to compare"):
-        tide.compare(
-            model, PROMPTS[:1], exits=tide.Never(), exit_points=[2, 4], max_new_tokens=NEW, stop=[first]
-        )
+        tide.compare(model, PROMPTS[:1], exits=tide.Never(), exit_points=[2, 4], max_new_tokens=NEW, stop=[first])

@@ -1,4 +1,4 @@
-"""`generate` on tiny models: equal to the plain forward, to the formulas, and to itself alone; ends; refusals."""
+"""`generate` on tiny models: equal to the plain forward and to the formulas; ends; refusals."""
 
 import os
 import subprocess
@@ -97,9 +97,7 @@ def test_a_router_fires_where_its_formula_says(model):
             wanted = LAYERS
             for point in (4, 2):
                 probe = Reference(model)
-                probe.keys, probe.values = (
-                    [list(k) for k in rows] for rows in (reference.keys, reference.values)
-                )
+                probe.keys, probe.values = ([list(k) for k in rows] for rows in (reference.keys, reference.values))
                 probe.projections = {}
                 x, _ = probe.feed(int(token), point)
                 normed = x / np.sqrt(np.mean(x * x) + model.config.norm_eps) * scale
@@ -197,8 +195,9 @@ def test_16_bit_models_generate(model, dtype):
         assert np.isfinite(states).all()
         off = np.linalg.norm(states - wide[2][row], axis=1) / np.linalg.norm(wide[2][row], axis=1)
         assert off.max() < (0.15 if dtype == jnp.bfloat16 else 0.02)
-    out = tide.generate(narrow, PROMPTS, max_new_tokens=NEW, exits=tide.RouterExit(0.5), exit_points=[2, 4])
-    assert out.lengths == [NEW] * 4 and out.stats.flagged == []
+    state = engine.run(engine.start(PROMPTS, rule=tide.RouterExit(0.5), max_new_tokens=NEW), NEW)
+    assert not np.asarray(state.flagged).any() and not np.asarray(state.live).any()
+    assert set(np.unique(state.depths)) == {0, 2, 4, LAYERS}
 
 
 @pytest.mark.parametrize(
@@ -266,8 +265,9 @@ import tide_jax as tide
 from support.tiny import tiny_model
 
 for options in (
-    dict(max_new_tokens=1.5), dict(max_new_tokens="2.5"), dict(stop="word"), dict(stop=[1.25]), dict(stop=3.5),
-    dict(seed=4.5), dict(seed=[5.5]), dict(exit_points=[6.5]), dict(exits=tide.FixedDepth(2.0)),
+    dict(max_new_tokens=1.5), dict(max_new_tokens="2.5"), dict(stop="word"), dict(stop=[1.25]),
+    dict(stop=3.5), dict(seed=4.5), dict(seed=[5.5]), dict(exit_points=[6.5]),
+    dict(exits=tide.FixedDepth(2.0)),
 ):
     try:
         tide.generate(tiny_model(), [[1, 2]], **options)
@@ -281,9 +281,7 @@ def test_values_of_a_wrong_type_are_refused():
     tests = Path(__file__).parent.parent
     paths = os.pathsep.join([str(tests), str(tests.parent)])
     environ = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-c", TYPES], capture_output=True, text=True, check=True, env=environ
-    )
+    done = subprocess.run([sys.executable, "-c", TYPES], capture_output=True, text=True, check=True, env=environ)
     for words, message in zip(
         ["1.5", "2.5", "word", "1.25", "3.5", "4.5", "5.5", "6.5", "2.0"],
         done.stdout.splitlines(),

@@ -19,8 +19,8 @@ from tide_jax.models import Decoder
 
 POINTS = (1, 2, 3)
 BATCH, SLOTS = 2, 4096
-# The shapes of SmolLM2-135M, four layers of it, with a small vocabulary: a weight or a row of logits is smaller than a
-# cache, so that only caches are found.
+# Four layers of SmolLM2-135M, with a small vocabulary: all weights and logits are smaller than a cache,
+# so that only caches are found.
 CONFIG = tiny_config(
     vocab_size=1024, hidden_size=576, ffn_size=1536, num_layers=4, num_heads=9, num_kv_heads=3, head_dim=64,
     max_positions=8192,

@@ -1,4 +1,4 @@
-"""The step: rows that mind their own business, columns that start in the middle, NaN that stays where it is."""
+"""The step: rows that do not depend on each other, columns that start in the middle, NaN that stays put."""
 
 import dataclasses
 
@@ -28,15 +28,16 @@ def model():
 
 
 def decode(model, prompts, thresholds, wanted):
-    """Rows that leave where the script is above their own thresholds: tokens, depths and states by position."""
+    """Rows leave where the script is above their own thresholds; the state, and each row's new positions."""
     engine = Engine(model, exit_points=POINTS, scorer=ScriptedScorer(), record_states=True)
     state = engine.start(prompts, rule=Scripted(), max_new_tokens=wanted)
     state = dataclasses.replace(state, thresholds=jnp.asarray(thresholds, jnp.float32))
     state = engine.run(state, NEW)
+    arrays = [np.asarray(array) for array in (state.tokens, state.depths, state.states)]
     return state, [
-        tuple(np.asarray(array)[row, len(prompt) : len(prompt) + new] for array in (state.tokens, state.depths, state.states))
+        tuple(array[row, len(prompt) : len(prompt) + new] for array in arrays)
         for row, (prompt, new) in enumerate(zip(prompts, wanted, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def script_depths(model, prompt, thresholds, new):
@@ -100,9 +101,7 @@ class Settling:
 
     def settle(self, valid, x=None) -> tuple[DecodeState, np.ndarray]:
         """The drafted columns from their start on."""
-        state = dataclasses.replace(
-            self.drafted, length=self.before.length, thresholds=self.before.thresholds
-        )
+        state = dataclasses.replace(self.drafted, length=self.before.length, thresholds=self.before.thresholds)
         return self.step(
             state,
             Columns(
@@ -124,17 +123,11 @@ class Settling:
         np.testing.assert_allclose(np.asarray(result.x)[valid], np.asarray(target.x)[valid], atol=1e-5)
         assert (np.asarray(result.depth)[valid] == LAYERS).all()
         for row, length in enumerate(wanted.length):
-            assert (
-                state.slots[row, :length].tolist()
-                == wanted.slots[row, :length].tolist()
-                == list(range(length))
-            )
+            assert state.slots[row, :length].tolist() == wanted.slots[row, :length].tolist() == list(range(length))
             for cache, target in zip(state.caches, wanted.caches, strict=True):
                 np.testing.assert_allclose(cache.k[row, :, :length], target.k[row, :, :length], atol=1e-5)
                 np.testing.assert_allclose(cache.v[row, :, :length], target.v[row, :, :length], atol=1e-5)
-        counted = (np.asarray(state.slots) >= 0) & (
-            np.asarray(state.slots) < np.asarray(state.length)[:, None]
-        )
+        counted = (np.asarray(state.slots) >= 0) & (np.asarray(state.slots) < np.asarray(state.length)[:, None])
         assert counted.sum(axis=1).tolist() == wanted.length.tolist()
         assert not np.asarray(state.flagged).any()
 
@@ -155,8 +148,8 @@ def test_settling_continues_where_the_draft_left(monkeypatch):
         run.check(valid, settled, run.full(valid))
 
 
-# A column's state at its start is the full model's own only if no earlier column of its row left before that depth.
-# A start of 0 here was drafted at full depth.
+# A column's state at its start is the full model's own only if no earlier column of its row left before
+# that depth. A start of 0 here was drafted at full depth.
 MIXED = [[5, 3, 1, 0], [5, 5, 1, 1], [0, 0, 3, 3], [3, 1, 1, 1]]
 LATE = [[5, 5, 5, 3], [5, 5, 3, 3], [3, 3, 3, 3], [5, 5, 5, 5]]
 ALL = [[True] * 4] * 4
@@ -248,7 +241,7 @@ def test_a_row_that_overflows_in_the_last_layer_is_flagged():
 
 
 def test_a_row_that_ended_broken_breaks_no_other():
-    """A row that ended keeps its place in the batch, and its last token, whatever that is, is run again and again."""
+    """It keeps its place in the batch, and its last token, whatever that is, is run in every step."""
     sick = poisoned(tiny_model(4, tied_head=False), 50, jnp.nan)
     engine = Engine(sick, record_states=True)
     state = engine.start(

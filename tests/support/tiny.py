@@ -1,4 +1,4 @@
-"""Tiny random models for tests that are about logic, not about language, and what they must compute, in numpy."""
+"""Tiny random models for tests about logic, not about language, and what they must compute, in numpy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def tiny_config(**changes) -> DecoderConfig:
 def tiny_model(seed: int = 0, dtype=jnp.float32, embedding_scale: float = 0.3, **changes) -> tide.Model:
     """A model with random weights and random norm scales, no tokenizer.
 
-    The embedding is small beside what the layers add, or a tied head would only ever repeat the token it was given.
+    The embedding is small beside what the layers add, or a tied head would only repeat the token it is given.
     """
     decoder = Decoder(tiny_config(**changes), dtype=dtype, rngs=nnx.Rngs(seed))
     graphdef, params = nnx.split(decoder)
@@ -170,7 +170,7 @@ def with_script(model: tide.Model, script: dict[int, np.ndarray]) -> tide.Model:
 
 
 def counted_layers(monkeypatch) -> list[int]:
-    """A list that grows by one entry whenever the device really runs a layer of a program made from now on."""
+    """A list that grows by one whenever the device really runs a layer, in programs made from now on."""
     calls: list[int] = []
     real = DecoderLayer.__call__
 

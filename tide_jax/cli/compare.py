@@ -107,16 +107,14 @@ def read_prompts(source: str | None) -> list[str]:
 
 
 def _facts(exits: str, prompts: list[str], report: "Report") -> dict[str, object]:
-    """The report as JSON-ready data; the runs themselves as tokens and depths."""
-    names = [field.name for field in dataclasses.fields(report) if field.name != "outputs"]
-    runs = [(out, out.lengths[0]) for out in report.outputs]
+    """The report as JSON-ready data."""
     return {
         "exits": exits,
-        **{name: getattr(report, name) for name in names},
+        **{field.name: getattr(report, field.name) for field in dataclasses.fields(report)},
         "speedup": report.tokens_per_second / report.full_tokens_per_second,
         "prompts": prompts,
-        "tokens": [out.tokens[0, :length].tolist() for out, length in runs],
-        "exit_depths": [out.exit_depths[0, :length].tolist() for out, length in runs],
+        "tokens": [tokens.tolist() for tokens in report.tokens],
+        "exit_depths": [depths.tolist() for depths in report.exit_depths],
     }
 
 

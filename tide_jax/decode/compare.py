@@ -1,7 +1,7 @@
 """The yardstick: what an approximate run says along the full model's own greedy trajectory.
 
-On-policy agreement ("would the full model have said this after that prefix?") rewards garbage: a model cut to a third of
-its layers says "and, and, and", and the full model agrees. So the full model's tokens are fed to the exit engine, which
+On-policy agreement ("would the full model have said this after that prefix?") rewards garbage: a model cut to a third
+of its layers says "and, and, and", and the full model agrees. So the full model's tokens are fed to the exit engine, which
 runs with its own approximate K/V, and at every generated position its choice is compared with the full model's.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tide_jax.decode.generate import Output, check_capacity, collect, engine_for, resolve_stops
+from tide_jax.decode.generate import check_capacity, collect, engine_for, resolve_stops
 from tide_jax.decode.prompts import Prompts, encode_prompts
 from tide_jax.errors import InputError
 from tide_jax.exits import ExitRule, Never, ProjectKV, Remainder
@@ -178,7 +178,7 @@ class Yardstick:
     def _report(self, full: list[_Run], free: list[_Run], forced: list[_Run]) -> Report:
         same = np.concatenate([run.choices[1:] == run.tokens[1:] for run in forced])
         if not same.size:
-            raise InputError("every trajectory ended at its first token, so there is nothing to compare. Use other prompts.")
+            raise InputError("every trajectory ended at its first token, so nothing can be compared. Use other prompts.")
         measured = [self._divergence(a, b) for a, b in zip(full, forced, strict=True)]
         depths = np.concatenate([run.depths[1:] for run in free])
         values, counts = np.unique(depths, return_counts=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
 from tide_jax.decode.sampling import choose
 from tide_jax.decode.state import DecodeState, bucket, new_state
@@ -154,7 +155,7 @@ class Engine:
         stops: Sequence[int] = (),
         seeds: Sequence[int] | None = None,
         temperature: float = 0.0,
-        continuations: Sequence[Sequence[int]] | None = None,
+        continuations: Sequence[Sequence[int] | Int[np.ndarray, " new"]] | None = None,
     ) -> DecodeState:
         """Prefill the prompts; the state has each row's first token chosen.
 

@@ -121,8 +121,8 @@ def check_capacity(model: Model, rows: Sequence[Sequence[int]], max_new_tokens: 
     longest = max(map(len, rows))
     if longest + max_new_tokens > model.config.max_positions:
         raise InputError(
-            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} need {longest + max_new_tokens} positions; "
-            f"this model has {model.config.max_positions}. Shorten the prompt or ask for fewer tokens."
+            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} need {longest + max_new_tokens} "
+            f"positions; this model has {model.config.max_positions}. Shorten the prompt or ask for fewer tokens."
         )
 
 

@@ -25,8 +25,8 @@ def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
     for index, row in enumerate(rows):
         if not row:
             raise InputError(
-                f"prompt {index} is empty, and this model's tokenizer adds no beginning-of-text token, so there is nothing "
-                "to continue. Give at least one character."
+                f"prompt {index} is empty, and this model's tokenizer adds no beginning-of-text token, so there is "
+                "nothing to continue. Give at least one character."
             )
         model.check_ids(np.asarray(row))
     return rows
@@ -39,7 +39,8 @@ def _as_list(prompts: Prompts) -> list[Any]:
         array = np.asarray(prompts)
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise InputError(
-                f"a prompt array must hold integers of shape [cols] or [batch, cols], got {array.dtype} of shape {array.shape}."
+                f"a prompt array must hold integers of shape [cols] or [batch, cols], got {array.dtype} of shape "
+                f"{array.shape}."
             )
         return list(np.atleast_2d(array))
     if not isinstance(prompts, Sequence):

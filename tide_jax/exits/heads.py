@@ -139,7 +139,7 @@ def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: in
         fits = {"down": (*width, *shapes.get("up", ())), "up": shapes.get("up"), "kernel": square, "bias": width}
         if not 1 <= depth < num_layers or any(shape != fits[name] for name, shape in shapes.items()):
             raise InputError(
-                f"{path} holds an exit head at depth {depth} with shapes {shapes}; the model has {num_layers} layers of "
-                f"width {hidden_size}. Run `tide-jax calibrate` again."
+                f"{path} holds an exit head at depth {depth} with shapes {shapes}; the model has {num_layers} layers "
+                f"of width {hidden_size}. Run `tide-jax calibrate` again."
             )
     return ExitHeads(heads, thresholds, flagged)

@@ -1,0 +1,43 @@
+"""The README's example runs as it stands."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import tide_jax as tide
+from tide_jax.exits import ExitHead, ExitHeads, Router
+from tide_jax.exits.heads import FILE_NAME, save_heads
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_example_runs_on_a_calibrated_model(smollm2_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "demo_out").mkdir()
+    directory = tmp_path / "demo_out" / "smollm2"
+    directory.mkdir()
+    for entry in smollm2_dir.iterdir():
+        (directory / entry.name).symlink_to(entry)
+    keys = jax.random.split(jax.random.key(0))
+    router = Router(0.05 * jax.random.normal(keys[0], (576, 128)), jax.random.normal(keys[1], (128,)))
+    save_heads(
+        directory / FILE_NAME,
+        ExitHeads({24: ExitHead(router)}, {24: 0.5}),
+        fingerprint=tide.load(directory).fingerprint,
+        agreement=0.95,
+    )
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert re.search(r"[\d.]+% agreement, [\d.]+ of 30 layers, \d+ tokens/s", printed)
+
+
+def test_every_folder_the_readme_names_exists():
+    root = Path(__file__).parent.parent
+    layout = README[README.index("## Where things are") :]
+    for name in re.findall(r"(?:^|\s{4,})((?:tide_jax/)?[a-z_]+)\s{3,}\S", layout, flags=re.M):
+        assert (root / name).is_dir(), name
