@@ -1,8 +1,8 @@
 """The yardstick: what an approximate run says along the full model's own greedy trajectory.
 
 On-policy agreement ("would the full model have said this after that prefix?") rewards garbage: a model cut to a third
-of its layers says "and, and, and", and the full model agrees. So the full model's tokens are fed to the exit engine, which
-runs with its own approximate K/V, and at every generated position its choice is compared with the full model's.
+of its layers says "and, and, and", and the full model agrees. So the full model's tokens are fed to the exit engine,
+which runs with its own approximate K/V, and at every generated position its choice is compared with the full model's.
 """
 
 import dataclasses
@@ -178,7 +178,7 @@ class Yardstick:
     def _report(self, full: list[_Run], free: list[_Run], forced: list[_Run]) -> Report:
         same = np.concatenate([run.choices[1:] == run.tokens[1:] for run in forced])
         if not same.size:
-            raise InputError("every trajectory ended at its first token, so nothing can be compared. Use other prompts.")
+            raise InputError("every trajectory ended at its first token: nothing can be compared. Use other prompts.")
         measured = [self._divergence(a, b) for a, b in zip(full, forced, strict=True)]
         depths = np.concatenate([run.depths[1:] for run in free])
         values, counts = np.unique(depths, return_counts=True)

@@ -38,7 +38,9 @@ class ProjectKV:
     """The state is held; the layer's K and V projections of it fill the cache, so that no later token meets a hole.
 
     The rows come from the raw exit state, not from the exit projection: the projection imitates the last layer's
-    output, which the K and V weights of a middle layer have never seen.
+    output, which the K and V weights of a middle layer have never seen. Measured on SmolLM2-135M (195 positions of its
+    own chat answers, router exits): agreement with the full model 96 % from the raw state, 83 % from the mean of both,
+    59 % from the projection when leaving after 20 layers; 92, 87 and 77 % after 24; 86, 83 and 80 % after 28.
     """
 
     rows_follow_state = True
