@@ -47,9 +47,7 @@ def test_a_picture_of_any_text_draws_without_a_warning(tmp_path, depths, recwarn
     tokens = (TOKENS * 16)[:200]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        width, height = draw(
-            tmp_path / "out.png", tokens, [depths[i % len(depths)] for i in range(len(tokens))]
-        )
+        width, height = draw(tmp_path / "out.png", tokens, [depths[i % len(depths)] for i in range(len(tokens))])
     assert width == 1200
     assert 300 < height < 2000
     assert not recwarn.list

@@ -18,9 +18,7 @@ _LINE = 28
 _LEGEND = 5  # entries in a row of the legend
 
 
-def exit_depths(
-    tokens: Sequence[str], depths: Sequence[int], *, num_layers: int, path: Path, title: str
-) -> None:
+def exit_depths(tokens: Sequence[str], depths: Sequence[int], *, num_layers: int, path: Path, title: str) -> None:
     """Draw one answer as text, each token on the colour of the depth it ran, as a PNG 1200 pixels wide.
 
     Args:
@@ -90,9 +88,7 @@ def exit_depths(
 def _colours(depths: Sequence[int], num_layers: int, colormap) -> dict[int, tuple[float, ...]]:
     """A colour per depth that occurs, evenly spaced in order; the full depth is the lightest."""
     steps = len(depths) - 1 + (depths[-1] != num_layers)
-    return {
-        depth: colormap(0.1 + 0.86 * (index / steps if steps else 1.0)) for index, depth in enumerate(depths)
-    }
+    return {depth: colormap(0.1 + 0.86 * (index / steps if steps else 1.0)) for index, depth in enumerate(depths)}
 
 
 def _ink(colour: tuple[float, ...]) -> str:
@@ -108,9 +104,7 @@ def _visible(token: str, known: frozenset[str]) -> str:
     if not text.strip(" "):
         text = text.replace(" ", "␣")
     text = text.replace("\n", "↵").replace("\t", "⇥")
-    return (
-        "".join(c if c in known and not unicodedata.category(c).startswith("C") else "□" for c in text) or "□"
-    )
+    return "".join(c if c in known and not unicodedata.category(c).startswith("C") else "□" for c in text) or "□"
 
 
 def _wrapped(texts: Sequence[str], depths: Sequence[int]) -> list[list[tuple[int, str, int]]]:

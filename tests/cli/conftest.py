@@ -91,14 +91,10 @@ def tide_json(tide):
 def tide_process():
     """Run `tide-jax` in a process of its own."""
 
-    def run(
-        *args: object, stdout: object = subprocess.PIPE, **environment: str
-    ) -> subprocess.CompletedProcess:
+    def run(*args: object, stdout: object = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess:
         code = "import sys; from tide_jax.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", code, *map(str, args)]
         env = {**os.environ, **environment}
-        return subprocess.run(
-            command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, timeout=120
-        )
+        return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, timeout=120)
 
     return run

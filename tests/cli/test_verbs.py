@@ -96,9 +96,7 @@ def test_generate_at_a_temperature_depends_on_the_seed_alone(tide_json, tiny_dir
 def test_generate_with_routers(tide_json, calibrated_dir):
     args = ("generate", calibrated_dir, "--prompt", "ab", "--max-new-tokens", 4, "--exits")
     assert set(tide_json(*args, "router:0")["exit_depths"][1:]) <= {4}
-    assert set(tide_json(*args, "router")["exit_depths"][1:]) <= {
-        4
-    }  # untrained: every score is 0.5, above 0.4
+    assert set(tide_json(*args, "router")["exit_depths"][1:]) <= {4}  # untrained: every score is 0.5, above 0.4
     assert set(tide_json(*args, "router:0.9")["exit_depths"][1:]) <= {6}
 
 

@@ -144,5 +144,5 @@ def test_bad_input_is_refused(model, options, words):
 
 def test_nothing_to_compare_is_said(model):
     first = greedy(model, PROMPTS[0], LAYERS)[0][0]
-    with pytest.raises(InputError, match="nothing to compare"):
+    with pytest.raises(InputError, match="ended at its first token"):
         tide.compare(model, PROMPTS[:1], exits=tide.Never(), exit_points=[2, 4], max_new_tokens=NEW, stop=[first])

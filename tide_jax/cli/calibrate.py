@@ -48,9 +48,7 @@ class Calibrate:
 
         read_manifest(self.model)
         if not os.access(self.model, os.W_OK):
-            raise InputError(
-                f"{self.model} is not writable, and exit heads are stored there. Change its permissions."
-            )
+            raise InputError(f"{self.model} is not writable, and exit heads are stored there. Change its permissions.")
 
         from calib import calibrate, read_texts
 

@@ -44,9 +44,7 @@ class Compare:
 
     model: Directory
     prompt: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT", help="A prompt.")] = ()
-    prompts: Annotated[
-        str | None, arg(metavar="FILE", help="Prompts, one a line; - reads standard input.")
-    ] = None
+    prompts: Annotated[str | None, arg(metavar="FILE", help="Prompts, one a line; - reads standard input.")] = None
     exits: Exits = "router"
     exit_points: ExitPoints = None
     remainder: RemainderName = "project"
@@ -64,9 +62,7 @@ class Compare:
         points = parse_exit_points(self.exit_points)
         texts = [*self.prompt, *read_prompts(self.prompts)]
         if not texts:
-            raise InputError(
-                "compare needs a prompt. Give --prompt TEXT (as often as you like) or --prompts FILE."
-            )
+            raise InputError("compare needs a prompt. Give --prompt TEXT (as often as you like) or --prompts FILE.")
         model = load_model(self.model, self.dtype)
         prompts = as_prompts(model, texts, raw=self.raw)
         output.note("compiling, then running every prompt at full depth and with exits")

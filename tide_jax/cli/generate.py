@@ -40,9 +40,7 @@ class Generate:
     exit_points: ExitPoints = None
     remainder: RemainderName = "project"
     max_new_tokens: MaxNewTokens = 64
-    temperature: Annotated[
-        float, arg(metavar="T", help="0 picks the likeliest token; otherwise one is drawn.")
-    ] = 0.0
+    temperature: Annotated[float, arg(metavar="T", help="0 picks the likeliest token; otherwise one is drawn.")] = 0.0
     seed: Annotated[int, arg(metavar="N", help="Of the draws.")] = 0
     raw: Raw = False
     dtype: Dtype = "auto"

@@ -107,9 +107,7 @@ def words(facts: dict[str, Any]) -> "Table":
     }
     if "seconds" in facts:
         rows["converted in"] = f"{facts['seconds']:.1f} s"
-    table = Table(
-        title=Text(facts["path"]), title_justify="left", show_header=False, box=None, pad_edge=False
-    )
+    table = Table(title=Text(facts["path"]), title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():

@@ -36,9 +36,7 @@ RemainderName = Annotated[
     Literal["project"],
     arg(help="What stands in for layers that are not run. project: K and V projections of the exit state."),
 ]
-Raw = Annotated[
-    bool, arg(help="Take prompts as raw text; otherwise the model's chat template is applied, if any.")
-]
+Raw = Annotated[bool, arg(help="Take prompts as raw text; otherwise the model's chat template is applied, if any.")]
 MaxNewTokens = Annotated[int, arg(metavar="N", help="New tokens, at most.")]
 
 

@@ -60,6 +60,4 @@ def histogram_text(histogram: Mapping[int, int]) -> str:
         '16: 25 %, 30: 75 %'
     """
     total = sum(histogram.values()) or 1
-    return ", ".join(
-        f"{depth}: {count / total:.0%}".replace("%", " %") for depth, count in sorted(histogram.items())
-    )
+    return ", ".join(f"{depth}: {count / total:.0%}".replace("%", " %") for depth, count in sorted(histogram.items()))
