@@ -81,8 +81,9 @@ def calibrate(
     Texts are split by document into three parts. On the first, a closed-form affine projection is fitted per candidate
     depth, and kept only where it raises agreement on the second. On the second, labels are made through it and routers
     are trained. On the third, at most 3 exit points and their thresholds are chosen so that `agreement` of all tokens
-    get the full model's token. Those states came from exact K/V; the running engine lives with its own approximate K/V.
-    So the choice is checked on the yardstick, on continuations of texts of the third part, and tightened until it holds.
+    get the full model's token. Those states came from exact K/V, while the running engine lives with its own
+    approximate K/V: so the choice is checked on the yardstick, on the model's own answers to texts of the third part,
+    and tightened until it holds.
 
     Args:
         model: a loaded model with a tokenizer.

@@ -39,9 +39,7 @@ def model(converted, tmp_path) -> Path:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def names(directory: Path) -> list[str]:
@@ -68,9 +66,7 @@ def test_nothing_foreign_is_ever_removed(source, tmp_path):
     link.symlink_to(foreign)
     for target in (foreign, file, link):
         for overwrite in (False, True):
-            with pytest.raises(
-                InputError, match="exists already" if not overwrite else "not a converted model"
-            ):
+            with pytest.raises(InputError, match="exists already" if not overwrite else "not a converted model"):
                 tide.convert(source, target, overwrite=overwrite)
     for text in (
         "{}",
@@ -246,9 +242,7 @@ def edit(**changes):
 
 def array_file(model: Path, name: str) -> Path:
     """The largest file of a part: the values of its largest array."""
-    return max(
-        (model / "weights" / name).rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else -1
-    )
+    return max((model / "weights" / name).rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else -1)
 
 
 def flip(path: Path):
@@ -329,9 +323,7 @@ def test_damage_is_named_with_its_remedy(damage, message, model):
 def test_a_manifest_of_another_model_is_refused(model):
     manifest = read_manifest(model)
     other = dataclasses.replace(manifest, config=dataclasses.replace(manifest.config, ffn_size=53))
-    with pytest.raises(
-        InputError, match=r"layer_000 does not fit the config in tide\.json: it holds .*\(52, 36\)"
-    ):
+    with pytest.raises(InputError, match=r"layer_000 does not fit the config in tide\.json: it holds .*\(52, 36\)"):
         read_parameters(model, other, np.dtype("float32"))
 
 

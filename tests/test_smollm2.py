@@ -33,9 +33,7 @@ def oracle(smollm2_gguf):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32)
     return model.eval()
 
 
@@ -109,9 +107,7 @@ def test_a_row_of_a_batch_equals_the_row_alone(smollm2, chats, greedy):
 @pytest.mark.slow
 def test_a_row_ends_at_the_models_own_end_of_text(smollm2, chats, greedy):
     out = tide.generate(smollm2, chats, max_new_tokens=NEW)
-    ends = [
-        next((i + 1 for i, token in enumerate(row) if token in smollm2.eos_ids), NEW) for row in greedy.tokens
-    ]
+    ends = [next((i + 1 for i, token in enumerate(row) if token in smollm2.eos_ids), NEW) for row in greedy.tokens]
     assert out.lengths == ends and min(ends) < NEW
     for row, free, end, text in zip(out.tokens, greedy.tokens, ends, out.text, strict=True):
         assert row[:end].tolist() == free[:end].tolist()

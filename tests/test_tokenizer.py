@@ -32,9 +32,7 @@ def byte_backend(*, adds_bos: bool = False, adds_eos: bool = False) -> Backend:
     if adds_bos or adds_eos:
         single = ["<bos>"] * adds_bos + ["$A"] + ["<eos>"] * adds_eos
         special = [("<bos>", BOS), ("<eos>", EOS)]
-        backend.post_processor = TemplateProcessing(
-            single=single, pair=[*single, "$B"], special_tokens=special
-        )
+        backend.post_processor = TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
     return backend
 
 
@@ -164,9 +162,7 @@ def test_special_ids(tmp_path):
     }
     tokenizer = Tokenizer.load(write(tmp_path, config=config))
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (BOS, [EOS, HEADER])
-    assert (tokenizer.pad_id, tokenizer.vocab_size) == (260, 261), (
-        "a token that the file lacks is added at the end"
-    )
+    assert (tokenizer.pad_id, tokenizer.vocab_size) == (260, 261), "a token that the file lacks is added at the end"
 
 
 def test_special_tokens_map_counts_for_older_models_only(tmp_path):
@@ -218,9 +214,7 @@ def test_template_file_wins_over_the_config(tmp_path):
     write(tmp_path, config={**TOKENS, "chat_template": "config"})
     assert Tokenizer.load(tmp_path).encode_chat(HELLO) == plain("config")
     (tmp_path / "chat_template.jinja").write_bytes(b"file\r\n{{ 1 }}")
-    assert Tokenizer.load(tmp_path).encode_chat(HELLO) == plain("file\n1"), (
-        "Jinja itself makes newlines plain"
-    )
+    assert Tokenizer.load(tmp_path).encode_chat(HELLO) == plain("file\n1"), "Jinja itself makes newlines plain"
 
 
 def test_list_of_templates(tmp_path):
@@ -233,9 +227,7 @@ def test_list_of_templates(tmp_path):
 
 
 def test_generation_prompt_is_asked_for_by_default(tmp_path):
-    tokenizer = Tokenizer.load(
-        write(tmp_path, template="{% if add_generation_prompt %}A{% else %}B{% endif %}")
-    )
+    tokenizer = Tokenizer.load(write(tmp_path, template="{% if add_generation_prompt %}A{% else %}B{% endif %}"))
     assert tokenizer.encode_chat(HELLO) == plain("A")
     assert tokenizer.encode_chat(HELLO, add_generation_prompt=False) == plain("B")
 
@@ -302,9 +294,7 @@ def test_token_text(tmp_path):
 
 def test_token_text_of_sentencepiece_style_pieces():
     backend = Backend(models.BPE(vocab={"▁the": 0, "<0xE2>": 1}, merges=[]))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = Tokenizer(backend, special_tokens={})
     assert [tokenizer.token_text(id) for id in (0, 1)] == ["␣the", "<0xE2>"]
 

@@ -1,12 +1,31 @@
 """Token-informed depth execution: decoder-only language models that leave layers out, honestly measured."""
 
+import importlib
+
 from tide_jax.convert import convert
-from tide_jax.decode import Engine, Output, Report, Sampling, Yardstick, compare, generate
 from tide_jax.errors import InputError
-from tide_jax.exits import FixedDepth, Never, ProjectKV, RouterExit
-from tide_jax.model import Model, load
 
 __all__ = [
     "Engine", "FixedDepth", "InputError", "Model", "Never", "Output", "ProjectKV", "Report", "RouterExit", "Sampling",
     "Yardstick", "compare", "convert", "generate", "load",
 ]  # fmt: skip
+
+# Imported when first asked for, so that the command line answers --help without waiting for jax.
+_HOMES = {
+    "tide_jax.decode": ("Engine", "Output", "Report", "Sampling", "Yardstick", "compare", "generate"),
+    "tide_jax.exits": ("FixedDepth", "Never", "ProjectKV", "RouterExit"),
+    "tide_jax.model": ("Model", "load"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

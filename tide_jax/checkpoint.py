@@ -83,9 +83,7 @@ def part_trees(tree: Tree) -> dict[str, Tree]:
 
 def joined(pieces: Mapping[str, Tree]) -> Tree:
     """The inverse of `part_trees`."""
-    layers = {
-        int(name.removeprefix("layer_")): tree for name, tree in pieces.items() if name.startswith("layer_")
-    }
+    layers = {int(name.removeprefix("layer_")): tree for name, tree in pieces.items() if name.startswith("layer_")}
     return {**pieces["embedding"], "layers": layers, **pieces["final"]}
 
 
@@ -219,9 +217,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not overwrite:
-        raise InputError(
-            f"{target} exists already. Give --overwrite (overwrite=True) to replace it, or another name."
-        )
+        raise InputError(f"{target} exists already. Give --overwrite (overwrite=True) to replace it, or another name.")
     empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     if not empty and (target.is_symlink() or not _is_converted(target)):
         raise InputError(
@@ -259,9 +255,7 @@ def _staging(target: Path) -> Iterator[Path]:
         except (BlockingIOError, FileNotFoundError):
             ours = False
         if not ours:
-            raise InputError(
-                f"{target} is being written by another process just now ({beside}). Wait for it to end."
-            )
+            raise InputError(f"{target} is being written by another process just now ({beside}). Wait for it to end.")
         aside = _aside(target)
         known = {"weights", "tokenizer", MANIFEST}
         foreign = [beside / name for name in os.listdir(beside) if name not in known]
@@ -269,8 +263,7 @@ def _staging(target: Path) -> Iterator[Path]:
             foreign.append(aside)
         if foreign:
             raise InputError(
-                f"{foreign[0]} is in the way, and no conversion made it. Remove it yourself, or give another "
-                "name."
+                f"{foreign[0]} is in the way, and no conversion made it. Remove it yourself, or give another name."
             )
         if aside.exists():
             # A conversion was killed while it replaced the target: before or after the new one was in place.
@@ -324,21 +317,15 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.is_file():
         what = "does not exist" if not directory.exists() else f"holds no {MANIFEST}"
         aside = _aside(Path(os.path.abspath(directory)))
-        hint = (
-            f" An interrupted overwrite left the earlier model in {aside}: rename it."
-            if aside.exists()
-            else ""
-        )
+        hint = f" An interrupted overwrite left the earlier model in {aside}: rename it." if aside.exists() else ""
         raise InputError(
-            f"{directory} is not a converted model: it {what}. Make one with `tide-jax convert SRC "
-            f"{directory}`.{hint}"
+            f"{directory} is not a converted model: it {what}. Make one with `tide-jax convert SRC {directory}`.{hint}"
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise InputError(
-                f"{path} has format {data['format']!r}, this version reads {FORMAT!r}. Convert the model "
-                "again."
+                f"{path} has format {data['format']!r}, this version reads {FORMAT!r}. Convert the model again."
             )
         config = DecoderConfig.from_json(data["config"])
         parts, files, ids = data["parts"], data["files"], data["eos_ids"]
@@ -362,15 +349,11 @@ def read_manifest(directory: Path) -> Manifest:
             files=files,
         )
         if manifest.fingerprint != data["fingerprint"]:
-            raise ValueError(
-                f"'fingerprint' is {data['fingerprint']!r}, the content has {manifest.fingerprint!r}"
-            )
+            raise ValueError(f"'fingerprint' is {data['fingerprint']!r}, the content has {manifest.fingerprint!r}")
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{path} is damaged ({type(error).__name__}: {error}). Convert the model again."
-        ) from error
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}). Convert the model again.") from error
     return manifest
 
 
@@ -401,8 +384,6 @@ def read_parameters(directory: Path, manifest: Manifest, dtype: Any) -> tuple[An
             raise InputError(
                 f"{path} does not fit the config in {MANIFEST}: it holds {shapes}. Convert the model again."
             )
-        pieces[name] = map_leaves(
-            lambda key, array: jnp.asarray(as_dtype(array, kind, key)), tree, f"{name}."
-        )
+        pieces[name] = map_leaves(lambda key, array: jnp.asarray(as_dtype(array, kind, key)), tree, f"{name}.")
     nnx.replace_by_pure_dict(abstract, joined(pieces))
     return graphdef, abstract

@@ -148,9 +148,7 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            text = self._fast.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            text = self._fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         except TemplateError as error:
             raise InputError(
                 f"The model's chat template refuses these messages: {error} The roles given were "
@@ -274,9 +272,7 @@ def _read_json(path: Path) -> dict:
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}. Download the file again.") from error
     if not isinstance(data, dict):
-        raise InputError(
-            f"{path} must hold a JSON object, but holds a {type(data).__name__}. Download the file again."
-        )
+        raise InputError(f"{path} must hold a JSON object, but holds a {type(data).__name__}. Download the file again.")
     return data
 
 

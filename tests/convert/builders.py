@@ -41,9 +41,7 @@ def torch_states(model, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     import torch
 
     states = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, out: states.append(out)) for layer in model.model.layers
-    ]
+    hooks = [layer.register_forward_hook(lambda _, __, out: states.append(out)) for layer in model.model.layers]
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)).logits
     for hook in hooks:
@@ -103,9 +101,7 @@ def write_directory(directory: Path, tensors=None, **changes) -> Path:
     write_tokenizer(directory)
     write_config(directory, **changes)
     sizes = {key: value for key, value in changes.items() if key in SIZES or key.endswith("_bias")}
-    tensors = (
-        numpy_weights(**{k: v for k, v in sizes.items() if v is not ...}) if tensors is None else tensors
-    )
+    tensors = numpy_weights(**{k: v for k, v in sizes.items() if v is not ...}) if tensors is None else tensors
     write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
     return directory
 
@@ -118,10 +114,6 @@ def write_sharded(directory: Path, shards: int = 2, **changes) -> dict[str, str]
     names = [f"model-{index:05d}-of-{shards:05d}.safetensors" for index in range(1, shards + 1)]
     placed = {name: names[index % shards] for index, name in enumerate(tensors)}
     for file in names:
-        write_safetensors(
-            directory / file, {n: a for n, a in tensors.items() if placed[n] == file}, {"format": "pt"}
-        )
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": placed})
-    )
+        write_safetensors(directory / file, {n: a for n, a in tensors.items() if placed[n] == file}, {"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     return placed

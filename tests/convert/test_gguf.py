@@ -13,7 +13,7 @@ import pytest
 from convert.builders import torch_llama, torch_states, write_directory
 
 import tide_jax as tide
-from tide_jax.convert.convert import open_source
+from tide_jax.convert.conversion import open_source
 from tide_jax.convert.gguf import unpermute
 from tide_jax.convert.gguf_file import read_gguf
 from tide_jax.errors import InputError
@@ -50,11 +50,7 @@ TYPE = gguf.GGMLQuantizationType
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's converter does to q and k rows."""
-    return (
-        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(rows.shape)
-    )
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def quantised(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -74,9 +70,7 @@ def quantised(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     else:
         # Byte j of a block holds value j in its low four bits and value j + 16 in its high ones.
         symmetric = kind == "Q4_0"
-        span = (
-            np.abs(blocks).max(-1, keepdims=True) / 8 if symmetric else np.ptp(blocks, -1, keepdims=True) / 15
-        )
+        span = np.abs(blocks).max(-1, keepdims=True) / 8 if symmetric else np.ptp(blocks, -1, keepdims=True) / 15
         scale = span.astype(np.float16)
         offset = -8 * scale.astype(np.float32) if symmetric else low.astype(np.float32)
         q = np.clip(np.round((blocks - offset) / scale.astype(np.float32)), 0, 15).astype(np.uint8)
@@ -168,9 +162,7 @@ def test_a_file_equals_the_directory_of_the_same_weights(kinds, tied, linear, tm
 
     scaling = (("llama.rope.scaling.type", "string", "linear"), ("llama.rope.scaling.factor", "float32", 2.5))
     changes = dict(attention_bias=not tied, mlp_bias=not tied)
-    meant = write_gguf(
-        tmp_path / "tiny.gguf", weights(tied, **changes), kinds, keys=scaling if linear else ()
-    )
+    meant = write_gguf(tmp_path / "tiny.gguf", weights(tied, **changes), kinds, keys=scaling if linear else ())
     rope = {"rope_type": "linear", "factor": 2.5} if linear else None
     write_directory(
         tmp_path / "hf",
@@ -188,9 +180,7 @@ def test_a_file_equals_the_directory_of_the_same_weights(kinds, tied, linear, tm
     if kinds == ("F32",):
         return
     parameters = {"rope_type": "linear", "factor": 2.5} if linear else {"rope_type": "default"}
-    model = torch_llama(
-        **SIZES | changes, tie_word_embeddings=tied, rope_parameters=parameters | {"rope_theta": 1e4}
-    )
+    model = torch_llama(**SIZES | changes, tie_word_embeddings=tied, rope_parameters=parameters | {"rope_theta": 1e4})
     model.load_state_dict({name: torch.from_numpy(value) for name, value in meant.items()}, strict=not tied)
     ids = np.random.default_rng(0).integers(0, 96, (1, 30))
     loaded = tide.load(tmp_path / "a")
@@ -204,9 +194,7 @@ def test_row_order_of_llama_cpp():
     two_heads, one_head = np.array([0, 2, 1, 3, 4, 6, 5, 7]), np.array([0, 4, 1, 5, 2, 6, 3, 7])
     np.testing.assert_array_equal(unpermute(two_heads, 2), rows)
     np.testing.assert_array_equal(unpermute(one_head, 1), rows)
-    np.testing.assert_array_equal(
-        unpermute(one_head, 2), [0, 1, 4, 5, 2, 3, 6, 7]
-    )  # with the heads of q: wrong
+    np.testing.assert_array_equal(unpermute(one_head, 2), [0, 1, 4, 5, 2, 3, 6, 7])  # with the heads of q: wrong
     matrix = np.arange(24).reshape(8, 3)
     np.testing.assert_array_equal(unpermute(matrix[one_head], 1), matrix)
 
@@ -356,9 +344,9 @@ def test_hostile_headers(small):
         damaged = bytearray(whole)
         for _ in range(rng.integers(1, 5)):
             at, size = rng.integers(4, len(whole) - 300), rng.choice([1, 4, 8])
-            damaged[at : at + size] = rng.choice([b"\xff" * size, rng.bytes(size), b"\0" * size])[
-                :size
-            ].ljust(size, b"\0")
+            damaged[at : at + size] = rng.choice([b"\xff" * size, rng.bytes(size), b"\0" * size])[:size].ljust(
+                size, b"\0"
+            )
         bad.write_bytes(damaged)
         try:
             with within(5):

@@ -156,15 +156,11 @@ def test_smollm2_equals_transformers(tokenizer, theirs):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize(
-    "roles", ["user", "system user", "user assistant user", "system user assistant user"]
-)
+@pytest.mark.parametrize("roles", ["user", "system user", "user assistant user", "system user assistant user"])
 def test_smollm2_chat_equals_transformers(tokenizer, theirs, roles, add_generation_prompt):
     contents = ["Sei höflich.", "What is 2  + 2?\n", " Four 👩‍👩‍👧‍👦", "<|im_end|> end"]
     messages = [{"role": r, "content": c} for r, c in zip(roles.split(), contents, strict=False)]
-    expected = theirs.apply_chat_template(
-        messages, add_generation_prompt=add_generation_prompt, tokenize=False
-    )
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
     ids = tokenizer.encode_chat(messages, add_generation_prompt)
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
     assert ids == tokenizer.encode(expected)

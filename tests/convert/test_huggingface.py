@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import tide_jax as tide
 from tide_jax.checkpoint import read_manifest
-from tide_jax.convert.convert import open_source
+from tide_jax.convert.conversion import open_source
 from tide_jax.errors import InputError
 
 IDS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 40))
@@ -182,9 +182,7 @@ def test_bfloat16_bytes_keep_their_values(tmp_path):
     scale = leaves(tide.load(tmp_path / "out", dtype="bfloat16"))["final_norm.scale"]
     assert scale.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(scale[:3].astype(np.float64), [1.0, -3.140625, 0.10009765625])
-    with pytest.raises(
-        InputError, match=r"model\.norm\.weight holds values up to .*e\+3[78], more than float16"
-    ):
+    with pytest.raises(InputError, match=r"model\.norm\.weight holds values up to .*e\+3[78], more than float16"):
         tide.convert(tmp_path / "hf", tmp_path / "half", dtype="float16")
     with pytest.raises(InputError, match="more than float16 can hold"):
         tide.load(tmp_path / "out", dtype="float16")
@@ -202,9 +200,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path):
     tensors = numpy_weights()
     tensors["model.layers.2.mlp.down_proj.weight"][3, 4] = np.nan
     source = write_directory(tmp_path / "hf", tensors)
-    with pytest.raises(
-        InputError, match=r"model\.layers\.2\.mlp\.down_proj\.weight holds 1 values .* of 1872"
-    ):
+    with pytest.raises(InputError, match=r"model\.layers\.2\.mlp\.down_proj\.weight holds 1 values .* of 1872"):
         tide.convert(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -233,9 +229,7 @@ def edit_index(directory, change):
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
         (lambda d: edit_index(d, lambda m: m.update(ghost=FIRST)), "'ghost' in model-00001-of-00002"),
         (
-            lambda d: edit_index(
-                d, lambda m: m.update({"lm_head.weight": FIRST, "model.norm.weight": FIRST})
-            ),
+            lambda d: edit_index(d, lambda m: m.update({"lm_head.weight": FIRST, "model.norm.weight": FIRST})),
             "does not hold",
         ),
         (
@@ -319,9 +313,7 @@ def test_parameters_must_be_floats(kind, tmp_path):
 def test_pickles_are_named_and_never_opened(tmp_path):
     source = write_directory(tmp_path / "hf")
     (source / "model.safetensors").unlink()
-    (source / "pytorch_model.bin").write_bytes(
-        b"cos\nsystem\n(S'touch " + str(tmp_path / "run").encode() + b"'\ntR."
-    )
+    (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "run").encode() + b"'\ntR.")
     with pytest.raises(InputError, match=r"pytorch_model\.bin: pickles can run code and are never opened"):
         tide.convert(source, tmp_path / "out")
     assert not (tmp_path / "run").exists()

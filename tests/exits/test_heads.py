@@ -38,9 +38,7 @@ def test_a_round_trip_keeps_every_bit_and_the_order_of_depths(model, path):
     assert read.thresholds == {3: 0.1234567890123, 7: 0.5, 11: 0.9}
     assert read.heads[7].projection is None and read.heads[11].router is None
     for depth, part in ((3, "router"), (3, "projection"), (7, "router"), (11, "projection")):
-        for one, other in zip(
-            getattr(read.heads[depth], part), getattr(model.exits.heads[depth], part), strict=True
-        ):
+        for one, other in zip(getattr(read.heads[depth], part), getattr(model.exits.heads[depth], part), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -114,6 +112,4 @@ def test_projection_and_score_are_their_formulas(model):
     np.testing.assert_allclose(projected, unit @ kernel + bias, atol=1e-5)
     wide = unit * np.asarray(model.params["final_norm"]["scale"][...]) @ np.asarray(head.router.down)
     logit = (wide / (1 + np.exp(-wide))) @ np.asarray(head.router.up)
-    np.testing.assert_allclose(
-        score(head.router, jnp.asarray(x), decoder), 1 / (1 + np.exp(-logit)), atol=1e-5
-    )
+    np.testing.assert_allclose(score(head.router, jnp.asarray(x), decoder), 1 / (1 + np.exp(-logit)), atol=1e-5)

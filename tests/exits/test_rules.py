@@ -15,9 +15,7 @@ POINTS = (3, 7, 11)
 @pytest.fixture(scope="module")
 def exits():
     heads = with_heads(tiny_model(num_layers=12), *POINTS).exits.heads
-    return ExitHeads(
-        heads={**heads, 5: ExitHead(projection=heads[3].projection)}, thresholds={11: 0.25, 3: 0.75}
-    )
+    return ExitHeads(heads={**heads, 5: ExitHead(projection=heads[3].projection)}, thresholds={11: 0.25, 3: 0.75})
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,7 @@ def test_zeros_score_one_half(path, dtype):
     np.testing.assert_array_equal(path(x, *weights, eps=EPS), np.full(3, 0.5, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "smallest"), [("float32", 1e-45), ("bfloat16", 9.2e-41), ("float16", 6e-8)]
-)
+@pytest.mark.parametrize(("dtype", "smallest"), [("float32", 1e-45), ("bfloat16", 9.2e-41), ("float16", 6e-8)])
 def test_denormals(path, dtype, smallest):
     x, *weights = inputs((3, 40), 24)
     x = (jnp.sign(x) * smallest).astype(dtype)
@@ -154,14 +152,10 @@ def test_router_score_lowers_to_the_kernel_for_a_single_row(kernel):
     assert "tide_router_score_v1" not in text(2)
 
 
-@pytest.mark.parametrize(
-    "mapped", [(0, None, None, None), (0, 0, 0, 0), (None, None, 0, None), (0, None, 0, 0)]
-)
+@pytest.mark.parametrize("mapped", [(0, None, None, None), (0, 0, 0, 0), (None, None, 0, None), (0, None, 0, 0)])
 def test_vmap(path, mapped):
     sets = [inputs((2, 20), 12, seed=seed) for seed in range(3)]
-    args = [
-        sets[0][i] if axis is None else jnp.stack([one[i] for one in sets]) for i, axis in enumerate(mapped)
-    ]
+    args = [sets[0][i] if axis is None else jnp.stack([one[i] for one in sets]) for i, axis in enumerate(mapped)]
     got = jax.vmap(functools.partial(path, eps=EPS), in_axes=mapped)(*args)
     for k in range(3):
         one = [a if axis is None else a[k] for a, axis in zip(args, mapped, strict=True)]
@@ -172,9 +166,7 @@ def test_nested_vmap(path):
     x, norm_weight, down, up = inputs((2, 3, 20), 12)
     downs = jnp.stack([down, -down])
     one = functools.partial(path, eps=EPS)
-    got = jax.vmap(jax.vmap(one, in_axes=(0, None, None, None)), in_axes=(0, None, 0, None))(
-        x, norm_weight, downs, up
-    )
+    got = jax.vmap(jax.vmap(one, in_axes=(0, None, None, None)), in_axes=(0, None, 0, None))(x, norm_weight, downs, up)
     for k in range(2):
         check_close(got[k], expected(x[k], norm_weight, downs[k], up))
 

@@ -42,9 +42,7 @@ def test_hidden_states_count_the_layers_run(model):
     assert (states[0] == np.asarray(model.params["embedding"][...])[ids]).all()
     for depth in range(1, 7):
         reference = Reference(model)
-        first, _ = reference.feed(
-            int(ids[0]), depth
-        )  # what an early exit holds is the state after `depth` layers
+        first, _ = reference.feed(int(ids[0]), depth)  # what an early exit holds is the state after `depth` layers
         np.testing.assert_allclose(states[depth, 0], first, atol=1e-5)
 
 

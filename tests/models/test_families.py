@@ -34,9 +34,7 @@ LLAMA3 = {
 
 
 def read(**changes) -> DecoderConfig:
-    return FAMILIES["llama"].config(
-        {key: value for key, value in (BASE | changes).items() if value is not ...}
-    )
+    return FAMILIES["llama"].config({key: value for key, value in (BASE | changes).items() if value is not ...})
 
 
 @pytest.mark.parametrize("config", [DecoderConfig, RopeConfig])
@@ -180,10 +178,7 @@ def test_spellings_of_the_rotary_embedding():
     for key in ({"type": "linear"}, {"rope_type": "linear"}, {"type": "linear", "rope_type": "linear"}):
         assert read(rope_scaling={**key, "factor": 2}).rope == linear
     both = dict(rope_scaling={"type": "linear", "factor": 2}, rope_theta=1e4)
-    assert (
-        read(**both, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}).rope
-        == linear
-    )
+    assert read(**both, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}).rope == linear
 
 
 def test_inverse_frequencies():
@@ -219,9 +214,7 @@ def test_inverse_frequencies_are_those_of_transformers(kind):
     rope = {"rope_type": kind, "rope_theta": 123456.0, **numbers}
     sizes = dict(head_dim=64, max_position_embeddings=16384)
     theirs = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=rope, **sizes)).inv_freq.numpy()
-    np.testing.assert_allclose(
-        inverse_frequencies(read(rope_parameters=rope, **sizes).rope, 64), theirs, rtol=1e-6
-    )
+    np.testing.assert_allclose(inverse_frequencies(read(rope_parameters=rope, **sizes).rope, 64), theirs, rtol=1e-6)
 
 
 def test_values_of_any_type_are_refused_or_read():
@@ -264,9 +257,7 @@ def test_values_of_any_type_are_refused_or_read():
         for value in values
         for extra in ({}, {k: v for k, v in LLAMA3.items() if k != key})
     ]
-    cases = [{key: value} for key in keys for value in values] + [
-        {"rope_scaling": scaling} for scaling in scalings
-    ]
+    cases = [{key: value} for key in keys for value in values] + [{"rope_scaling": scaling} for scaling in scalings]
     refused = 0
     for changes in cases:
         with contextlib.suppress(InputError):

@@ -47,9 +47,7 @@ def changed(model: tide.Model, change: Callable[[Decoder], None]) -> tide.Model:
 
 def cast(model: tide.Model, dtype) -> tide.Model:
     """The same model with its weights, states and caches in another dtype."""
-    return tide.Model(
-        model.graphdef, jax.tree.map(lambda a: a.astype(dtype), model.params), exits=model.exits
-    )
+    return tide.Model(model.graphdef, jax.tree.map(lambda a: a.astype(dtype), model.params), exits=model.exits)
 
 
 class Reference:
@@ -161,9 +159,7 @@ class Scripted:
 def with_script(model: tide.Model, script: dict[int, np.ndarray]) -> tide.Model:
     """The same model with a scripted score at each depth, one per position."""
     heads = {
-        depth: ExitHead(
-            Router(jnp.zeros((model.config.hidden_size, len(scores))), jnp.asarray(scores, jnp.float32))
-        )
+        depth: ExitHead(Router(jnp.zeros((model.config.hidden_size, len(scores))), jnp.asarray(scores, jnp.float32)))
         for depth, scores in script.items()
     }
     return tide.Model(model.graphdef, model.params, exits=ExitHeads(heads=heads, thresholds={}))

@@ -1,5 +1,30 @@
 """From a Hugging Face directory or a GGUF file to a converted directory."""
 
-from tide_jax.convert.convert import convert
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tide_jax.checkpoint import Manifest
 
 __all__ = ["convert"]
+
+
+def convert(source: str | Path, target: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> "Manifest":
+    """Convert a Hugging Face directory or a GGUF file into a directory that `tide_jax.load` reads.
+
+    Args:
+        source: directory with config.json, safetensors and tokenizer.json; or a `.gguf` file.
+        target: the directory to make; it appears under its name only when it is whole.
+        dtype: `float32`, `bfloat16` or `float16`; default: as stored (float32 for dequantised GGUF).
+        overwrite: replace a converted model of that name.
+
+    Raises:
+        InputError: whatever cannot be honoured: cause, values, remedy.
+
+    Example:
+        >>> tide.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2").config.num_layers
+        30
+    """
+    from tide_jax.convert.conversion import convert_checkpoint
+
+    return convert_checkpoint(Path(source), Path(target), dtype=dtype, overwrite=overwrite)

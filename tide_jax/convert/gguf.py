@@ -92,9 +92,7 @@ class GGUFFile:
     def _config(self) -> Mapping[str, Any]:
         """The metadata, said in the words of a Hugging Face config."""
         prefix = "llama."
-        keys = {
-            key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)
-        }
+        keys = {key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)}
         unknown = {prefix + key: value for key, value in keys.items() if not _KEYS.fullmatch(key)}
         unknown |= {
             key: value
@@ -110,9 +108,7 @@ class GGUFFile:
         needed = ("block_count", "context_length", "embedding_length", "feed_forward_length",
                   "attention.head_count", "attention.layer_norm_rms_epsilon")  # fmt: skip
         if absent := [key for key in needed if key not in keys]:
-            raise InputError(
-                f"{self._path}: metadata {prefix}{absent[0]} is missing. The file is incomplete."
-            )
+            raise InputError(f"{self._path}: metadata {prefix}{absent[0]} is missing. The file is incomplete.")
         for key, value in keys.items():
             wanted = str if key == "rope.scaling.type" else int | float
             if not isinstance(value, wanted) or isinstance(value, bool):
@@ -193,13 +189,7 @@ class GGUFFile:
             InputError: a key is missing or of another type, or the kind of tokenizer is not supported.
         """
         for key, value in self._metadata.items():
-            loose = (
-                int
-                if key.endswith("_token_id")
-                else bool
-                if key.startswith("tokenizer.ggml.add_")
-                else object
-            )
+            loose = int if key.endswith("_token_id") else bool if key.startswith("tokenizer.ggml.add_") else object
             kind, inner = _TOKENIZER_KINDS.get(key, (loose, None))
             if not isinstance(value, kind) or (inner and not all(isinstance(item, inner) for item in value)):
                 raise InputError(

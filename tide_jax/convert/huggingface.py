@@ -79,9 +79,7 @@ class HuggingFaceDirectory:
             if not isinstance(promised, dict) or not promised:
                 raise InputError(f"{index} has no weight_map. Download it again.")
             # A name with a folder in it could reach any file of this machine.
-            if unsafe := [
-                name for name in promised.values() if not re.fullmatch(r"[\w.-]+\.safetensors", str(name))
-            ]:
+            if unsafe := [name for name in promised.values() if not re.fullmatch(r"[\w.-]+\.safetensors", str(name))]:
                 raise InputError(
                     f"{index} names {unsafe[0]!r}, which is not a safetensors file beside it. Download it "
                     "again, from a place you trust."
@@ -100,14 +98,8 @@ class HuggingFaceDirectory:
                 f"{self._directory} holds adapter_config.json but no model: it is a PEFT adapter. Merge it "
                 "into its base model first."
             )
-        pickles = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._directory.glob(pattern)
-        )
-        hint = (
-            f" It holds {', '.join(pickles[:3])}: pickles can run code and are never opened."
-            if pickles
-            else ""
-        )
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._directory.glob(pattern))
+        hint = f" It holds {', '.join(pickles[:3])}: pickles can run code and are never opened." if pickles else ""
         raise InputError(
             f"{self._directory} holds neither model.safetensors nor model.safetensors.index.json.{hint} "
             "Download the safetensors files."

@@ -62,9 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(
-            f"{path} is missing. Is {path.parent} a complete Hugging Face checkpoint?"
-        ) from error
+        raise InputError(f"{path} is missing. Is {path.parent} a complete Hugging Face checkpoint?") from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON ({error}). Download it again.") from error
     if not isinstance(data, dict):

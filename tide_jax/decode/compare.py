@@ -148,15 +148,11 @@ class Yardstick:
             forced += self._run(rows, rule, [run.tokens for run in full])
         return self._report([run for runs in self._full for run in runs], free, forced)
 
-    def _run(
-        self, rows: list[list[int]], rule: ExitRule, trajectories: list[np.ndarray] | None = None
-    ) -> list[_Run]:
+    def _run(self, rows: list[list[int]], rule: ExitRule, trajectories: list[np.ndarray] | None = None) -> list[_Run]:
         """Run a batch freely, or along given trajectories."""
         engine = self._engine()
         wanted = [self._new] * len(rows) if trajectories is None else [len(tokens) for tokens in trajectories]
-        state = engine.start(
-            rows, rule=rule, max_new_tokens=wanted, stops=self._stops, continuations=trajectories
-        )
+        state = engine.start(rows, rule=rule, max_new_tokens=wanted, stops=self._stops, continuations=trajectories)
         state = engine.run(state, self._new)
         output = collect(engine, state, [len(row) for row in rows], self._new)
         choices, states = np.asarray(state.choices), np.asarray(state.states)

@@ -54,9 +54,7 @@ def reference(
 
 def _call(x: Array, norm_weight: Array, down: Array, up: Array, *, eps: float) -> Array:
     # The handler checks ranks, dimensions and dtypes. Attributes are typed exactly: a Python float is an f64.
-    call = jax.ffi.ffi_call(
-        _TARGET, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32), vmap_method="broadcast_all"
-    )
+    call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32), vmap_method="broadcast_all")
     return call(x, norm_weight, down, up, eps=np.float32(eps))
 
 
@@ -110,17 +108,11 @@ def _check(x: Array, norm_weight: Array, down: Array, up: Array) -> None:
         raise ValueError(f"`x` must have shape [..., d] with d >= 1, got {list(x.shape)}.")
     d = x.shape[-1]
     if norm_weight.shape != (d,):
-        raise ValueError(
-            f"`norm_weight` must have shape [d] = [{d}] to go with `x`, got {list(norm_weight.shape)}."
-        )
+        raise ValueError(f"`norm_weight` must have shape [d] = [{d}] to go with `x`, got {list(norm_weight.shape)}.")
     if down.ndim != 2 or down.shape[0] != d or down.shape[1] < 1:
-        raise ValueError(
-            f"`down` must have shape [d, r] = [{d}, r] to go with `x`, r >= 1, got {list(down.shape)}."
-        )
+        raise ValueError(f"`down` must have shape [d, r] = [{d}, r] to go with `x`, r >= 1, got {list(down.shape)}.")
     if up.shape != down.shape[1:]:
-        raise ValueError(
-            f"`up` must have shape [r] = [{down.shape[1]}] to go with `down`, got {list(up.shape)}."
-        )
+        raise ValueError(f"`up` must have shape [r] = [{down.shape[1]}] to go with `down`, got {list(up.shape)}.")
     if x.dtype not in _DTYPES:
         raise TypeError(f"`x` must be float32, bfloat16 or float16, got {x.dtype}.")
     for name, weight in (("norm_weight", norm_weight), ("down", down), ("up", up)):

@@ -54,9 +54,7 @@ class Family:
         """
         for weight in self.weights:
             before, layered, after = weight.source.partition("{layer}")
-            match = re.fullmatch(
-                f"{re.escape(before)}{'(0|[1-9][0-9]{0,5})' * bool(layered)}{re.escape(after)}", name
-            )
+            match = re.fullmatch(f"{re.escape(before)}{'(0|[1-9][0-9]{0,5})' * bool(layered)}{re.escape(after)}", name)
             if match:
                 return weight, int(match[1]) if layered else None
         return None
@@ -101,17 +99,11 @@ class ConfigReader:
         """
         value = self._left.pop(key, default)
         if value is _ABSENT:
-            raise InputError(
-                f"config.json has no {key!r}, which a {self._family} model needs. The file is incomplete."
-            )
+            raise InputError(f"config.json has no {key!r}, which a {self._family} model needs. The file is incomplete.")
         if kind is float:
             value = _number(value)
-        if value is not default and (
-            not isinstance(value, kind) or (kind is int and isinstance(value, bool))
-        ):
-            raise InputError(
-                f"config.json: {key!r} is {value!r}, expected {kind.__name__}. Correct it there."
-            )
+        if value is not default and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise InputError(f"config.json: {key!r} is {value!r}, expected {kind.__name__}. Correct it there.")
         return value
 
     def positive(self, key: str, kind: type, default: Any = _ABSENT) -> Any:
@@ -171,11 +163,7 @@ class ConfigReader:
         # A base or factor below 1 would raise frequencies without bound instead of lowering them.
         for key, value in {"rope_theta": theta, **values}.items():
             least = 1 if key in ("rope_theta", "factor") else 0
-            sound = (
-                isinstance(value, float)
-                and value < float("inf")
-                and (value > 0 if least == 0 else value >= least)
-            )
+            sound = isinstance(value, float) and value < float("inf") and (value > 0 if least == 0 else value >= least)
             if not sound or (key == "original_max_positions" and not value.is_integer()):
                 raise InputError(
                     f"config.json: the rotary embedding's {key} is {value!r}, it must be a finite number "

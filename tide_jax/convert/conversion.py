@@ -29,30 +29,15 @@ from tide_jax.models.families import FAMILIES, Family, Weight
 from tide_jax.progress import track
 
 
-def convert(
-    source: str | Path, target: str | Path, *, dtype: str | None = None, overwrite: bool = False
-) -> Manifest:
-    """Convert a Hugging Face directory or a GGUF file into a directory that `tide_jax.load` reads.
-
-    Args:
-        source: directory with config.json, safetensors and tokenizer.json; or a `.gguf` file.
-        target: the directory to make; it appears under its name only when it is whole.
-        dtype: `float32`, `bfloat16` or `float16`; default: as stored (float32 for dequantised GGUF).
-        overwrite: replace a converted model of that name.
-
-    Raises:
-        InputError: whatever cannot be honoured: cause, values, remedy.
-    """
-    source, target = Path(source), Path(target)
+def convert_checkpoint(source: Path, target: Path, *, dtype: str | None, overwrite: bool) -> Manifest:
+    """See `tide_jax.convert.convert`."""
     check_target(target, overwrite=overwrite)
     origin = open_source(source)
     if dtype not in (None, *DTYPES):
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
     kind = origin.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise InputError(
-            f"{source}: model_type {kind!r} is not supported (supported: {', '.join(sorted(FAMILIES))})."
-        )
+        raise InputError(f"{source}: model_type {kind!r} is not supported (supported: {', '.join(sorted(FAMILIES))}).")
     family = FAMILIES[kind]
     config = family.config(origin.config)
     _check_sizes(config, origin)
@@ -63,8 +48,7 @@ def convert(
     kinds = {origin.dtypes[name] for part in names.values() for name in part.values()}
     if strange := kinds - set(DTYPES):
         raise InputError(
-            f"{source}: parameters are stored as {', '.join(sorted(strange))}; use the f32, bf16 or f16 "
-            "original."
+            f"{source}: parameters are stored as {', '.join(sorted(strange))}; use the f32, bf16 or f16 original."
         )
     # Of several, float32 holds every one exactly; bfloat16 and float16 do not hold each other.
     stored = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
