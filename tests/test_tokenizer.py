@@ -217,6 +217,20 @@ def test_template_file_wins_over_the_config(tmp_path):
     assert Tokenizer.load(tmp_path).encode_chat(HELLO) == plain("file\n1"), "Jinja itself makes newlines plain"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"not a number": {"content": "<x>"}}},
+        {"chat_template": [{"template": "no name"}]},
+        {"added_tokens_decoder": ["<x>"]},
+    ],
+)
+def test_config_of_another_form_is_refused(tmp_path, config):
+    write(tmp_path, config=config)
+    with pytest.raises(InputError, match="from one release"):
+        Tokenizer.load(tmp_path)
+
+
 def test_list_of_templates(tmp_path):
     templates = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}]
     write(tmp_path, config={**TOKENS, "chat_template": templates})

@@ -89,7 +89,7 @@ class Model:
 
         Example:
             >>> model = tide.load("demo_out/smollm2")
-            >>> model([model.tokenizer.encode("The sky is")]).shape
+            >>> model(np.array([model.tokenizer.encode("The sky is")])).shape
             (1, 3, 49152)
         """
         ids, mask, cols = self._padded(ids, mask)

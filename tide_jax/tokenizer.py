@@ -80,7 +80,18 @@ class Tokenizer:
 
         Only the first is required. Raises InputError for a missing, broken or contradictory file.
         """
-        directory = Path(directory)
+        try:
+            return cls._read(Path(directory))
+        except InputError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the tokenizer files in {directory} hold something unexpected ({type(error).__name__}: {error}). "
+                "Take tokenizer.json and tokenizer_config.json from one release of the model."
+            ) from error
+
+    @classmethod
+    def _read(cls, directory: Path) -> "Tokenizer":
         backend = _read_backend(directory)
         config = _read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
