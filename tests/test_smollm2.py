@@ -15,15 +15,15 @@ from tide_jax.decode.generate import engine_for
 
 QUESTIONS = [
     "What is photosynthesis?",
-    "Name three primary colors.",
-    "Write a haiku about the sea.",
-    "How do I boil an egg?",
-    "What is the capital of Australia?",
-    "Explain gravity to a child in two sentences, please.",
-    "Translate 'good morning' into French.",
-    "Why is the sky blue?",
-    "Give me a short list of things to pack for a weekend of hiking in the mountains in late autumn.",
-    "What is 12 times 8?",
+    "How do I make pancakes?",
+    "Explain gravity to a ten-year-old.",
+    "List five tips for better sleep.",
+    "Who was Marie Curie and why is she remembered?",
+    "Describe the water cycle.",
+    "A train travels 60 miles in 1.5 hours. What is its average speed? Think step by step.",
+    "I have 3 apples, buy 5 more and give away 2. How many are left? Explain.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "What is the capital of Australia, and how many people live there?",
 ]
 NEW = 64
 
@@ -67,17 +67,10 @@ def test_greedy_tokens_match_transformers(greedy, chats, oracle):
     import torch
 
     for ids, row in zip(chats, greedy.tokens, strict=True):
-        prompt = torch.tensor([ids])
-        made = oracle.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            min_new_tokens=NEW,
-            max_new_tokens=NEW,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert made[0, len(ids) :].tolist() == row.tolist()
+        # Along our own tokens its choice is ours at every position: so its greedy decoding is ours, by induction.
+        with torch.no_grad():
+            logits = oracle(torch.tensor([[*ids, *row.tolist()]])).logits[0]
+        assert logits[len(ids) - 1 : -1].argmax(dim=-1).tolist() == row.tolist()
     assert (greedy.exit_depths == 30).all()
 
 
