@@ -72,8 +72,8 @@ def calibrate(
     label: Label = "agreement",
     tokens_per_text: int = 128,
     depths: Sequence[int] | None = None,
-    live_prompts: int = 48,
-    live_tokens: int = 48,
+    live_prompts: int = 32,
+    live_tokens: int = 40,
     seed: int = 0,
 ) -> Calibration:
     """Learn exit projections, routers and thresholds from text.
@@ -224,7 +224,7 @@ def _choose_checked(
         eos_ids=model.eos_ids,
         fingerprint=model.fingerprint,
     )
-    batch = min(len(prompts), 24)
+    batch = min(len(prompts), 32)
     yardstick = Yardstick(
         trial,
         prompts,

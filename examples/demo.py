@@ -50,7 +50,7 @@ def main(out: Path) -> None:
         model = tide.load(directory)
     with clock.stage("calibrate"):
         if model.exits is None:
-            texts = read_texts(data / "wikipedia.jsonl", limit=256)
+            texts = read_texts(data / "wikipedia.jsonl", limit=192)
             result = calibrate(model, texts, tokens_per_text=96)
             result.save(directory)
             output.show(result.table())

@@ -19,22 +19,23 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 ASSETS = Path(os.environ.get("TIDE_ASSETS", ROOT / ".assets"))
 
 
-@pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct."""
-    path = ASSETS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+def _asset(name: str) -> Path:
+    path = ASSETS / name
     if not path.exists():
         pytest.fail(f"{path} is missing: run `python examples/assets.py` (make test does)")
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    return _asset("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 @pytest.fixture(scope="session")
 def wikipedia() -> Path:
     """English Wikipedia paragraphs, one JSON object a line."""
-    path = ASSETS / "wikipedia.jsonl"
-    if not path.exists():
-        pytest.fail(f"{path} is missing: run `python examples/assets.py` (make test does)")
-    return path
+    return _asset("wikipedia.jsonl")
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,11 @@
 """The real SmolLM2-135M-Instruct: equal to transformers, skips what it says, stays within its memory."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from support.memory import peak_anonymous
 from support.tiny import Scripted, counted_layers, with_script
 
 import tide_jax as tide
@@ -128,40 +126,16 @@ def test_the_device_runs_the_layers_it_reports(smollm2, chats, monkeypatch):
         assert set(depths) == ({rule.layers} if isinstance(rule, tide.FixedDepth) else {8, 16, 24, 30})
 
 
-MEMORY = """
-import json, sys, threading, time
+RUN = """
 import tide_jax as tide
-from tide_jax.decode.state import SLACK, bucket
-
-def anonymous():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-peak = 0
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.005)
-
-threading.Thread(target=watch, daemon=True).start()
 model = tide.load(sys.argv[1])
-out = tide.generate(model, "The sky is", max_new_tokens=64, exits=tide.FixedDepth(16), stop=[])
-config = model.config
-cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bucket(64 + 3 + SLACK, 256) * 4
-print(json.dumps({"peak": peak, "cache": cache, "new": out.stats.new_tokens}))
+result = tide.generate(model, "The sky is", max_new_tokens=64, exits=tide.FixedDepth(16), stop=[]).stats.new_tokens
 """
 
 
 @pytest.mark.slow
 def test_memory_of_a_run_is_the_weights_the_caches_and_little_else(smollm2_dir):
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(smollm2_dir)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(tide.__file__).parent.parent,
-    )
-    seen = json.loads(done.stdout)
-    assert seen["new"] == 64
-    assert seen["peak"] <= 540e6 + seen["cache"] + 600e6
+    peak, new_tokens = peak_anonymous(RUN, str(smollm2_dir))
+    caches = 2 * 30 * 3 * 64 * 256 * 4  # K and V, layers, K/V heads, head_dim, slots, float32
+    assert new_tokens == 64
+    assert peak <= 540e6 + caches + 600e6

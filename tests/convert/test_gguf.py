@@ -1,16 +1,14 @@
 """GGUF files: the same weights as the Hugging Face path, quantisations by their formulas, every refusal."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from convert.builders import torch_llama, torch_states, write_directory
+from support.memory import peak_anonymous
 
 import tide_jax as tide
 from tide_jax.convert.conversion import open_source
@@ -18,7 +16,6 @@ from tide_jax.convert.gguf import unpermute
 from tide_jax.convert.gguf_file import read_gguf
 from tide_jax.errors import InputError
 
-ROOT = Path(__file__).parents[2]
 SIZES = dict(
     vocab_size=96,
     hidden_size=96,
@@ -357,29 +354,10 @@ def test_hostile_headers(small):
     assert refused > 250
 
 
-PEAK = """
-import sys, threading, time
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-peak = 0
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-import tide_jax
-threading.Thread(target=watch, daemon=True).start()
-tide_jax.convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3])
-print(peak)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_anonymous_memory_of_converting_smollm2(dtype, smollm2_gguf, tmp_path):
     """At most 0.6 GB, of which the float32 embedding is 0.113 GB and the libraries 0.09 GB."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", PEAK, str(smollm2_gguf), str(tmp_path / "out"), dtype]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert 0.1e9 < int(done.stdout) <= 0.6e9
+    program = "import tide_jax; tide_jax.convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3])"
+    peak, _ = peak_anonymous(program, str(smollm2_gguf), str(tmp_path / "out"), dtype)
+    assert 0.1e9 < peak <= 0.6e9

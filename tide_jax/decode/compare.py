@@ -127,7 +127,7 @@ class Yardstick:
         self._engine = functools.partial(
             engine_for, model, exits=rule, exit_points=exit_points, remainder=remainder, record_states=True
         )
-        self._run(self._batches[0], Never())  # compile, and touch every page once
+        self._run(self._batches[0], Never(), steps=1)  # compile, and touch every page once
         self._full = [self._run(rows, Never()) for rows in progress(self._batches)]
 
     def agreement(self, rule: ExitRule, *, progress: Callable = iter) -> dict[str, float]:
@@ -148,12 +148,19 @@ class Yardstick:
             forced += self._run(rows, rule, [run.tokens for run in full])
         return self._report([run for runs in self._full for run in runs], free, forced)
 
-    def _run(self, rows: list[list[int]], rule: ExitRule, trajectories: list[np.ndarray] | None = None) -> list[_Run]:
-        """Run a batch freely, or along given trajectories."""
+    def _run(
+        self,
+        rows: list[list[int]],
+        rule: ExitRule,
+        trajectories: list[np.ndarray] | None = None,
+        *,
+        steps: int | None = None,
+    ) -> list[_Run]:
+        """Run a batch freely, or along given trajectories; to its end, or for some steps."""
         engine = self._engine()
         wanted = [self._new] * len(rows) if trajectories is None else [len(tokens) for tokens in trajectories]
         state = engine.start(rows, rule=rule, max_new_tokens=wanted, stops=self._stops, continuations=trajectories)
-        state = engine.run(state, self._new)
+        state = engine.run(state, self._new if steps is None else steps)
         output = collect(engine, state, [len(row) for row in rows], self._new)
         choices, states = np.asarray(state.choices), np.asarray(state.states)
         runs = []
