@@ -72,6 +72,7 @@ def calibrate(
     label: Label = "agreement",
     tokens_per_text: int = 128,
     depths: Sequence[int] | None = None,
+    prompts: Sequence[str] | None = None,
     live_prompts: int = 32,
     live_tokens: int = 40,
     seed: int = 0,
@@ -92,8 +93,10 @@ def calibrate(
         label: `agreement` of argmax, or the paper's `cosine` above 0.98.
         tokens_per_text: tokens taken from the beginning of each text.
         depths: candidate exit points in layers run; None: `candidate_depths`.
-        live_prompts: continuations that the running engine is checked on.
-        live_tokens: tokens of each.
+        prompts: what users will ask. The running engine is checked on the model's own answers to these; None: to
+            texts of the third part.
+        live_prompts: how many of them are used, spread over the list.
+        live_tokens: tokens of each answer.
         seed: of splits, initial weights and batch order.
 
     Raises:
@@ -159,7 +162,7 @@ def calibrate(
     flagged = frozenset(row["depth"] for row in rows if row["degenerate"])
     thresholds, choice = _choose_checked(
         model, ExitHeads(heads, {}, flagged), by_depth, good,
-        prompts=_live_prompts(model, texts, third, live_prompts), agreement=agreement, live_tokens=live_tokens,
+        prompts=_live_prompts(model, prompts or _held_out(texts, third), live_prompts), agreement=agreement, live_tokens=live_tokens,
     )  # fmt: skip
     report = {
         "model": model.fingerprint,
@@ -179,19 +182,22 @@ def calibrate(
     return Calibration(ExitHeads(heads, thresholds, flagged), report, model.fingerprint)
 
 
-def _live_prompts(model: Model, texts: Sequence[Text], third: States, count: int) -> list[list[int]]:
-    """Prompts from texts whose documents belong to the third part, spread over them.
-
-    A chat model is asked about the text, any other continues its beginning: what follows is the model's own
-    answer, the kind of text that exits will meet.
-    """
+def _held_out(texts: Sequence[Text], third: States) -> list[str]:
+    """The beginnings of texts whose documents belong to the third part."""
     names = list(dict.fromkeys(text.document for text in texts))
     mine = {names[number] for number in np.unique(third.document)}
-    chosen = [text.text for text in texts if text.document in mine]
-    chosen = chosen[:: max(1, len(chosen) // count)][:count]
+    return [text.text[:200] for text in texts if text.document in mine]
+
+
+def _live_prompts(model: Model, prompts: Sequence[str], count: int) -> list[list[int]]:
+    """At most `count` of the prompts as token ids: through the chat template where there is one, else their beginning."""
+    chosen = [prompts[index] for index in np.unique(np.linspace(0, len(prompts) - 1, count).astype(int))]
     if model.tokenizer.has_chat_template:
-        return [model.tokenizer.encode_chat([{"role": "user", "content": text[:200]}]) for text in chosen]
-    return [row for row in (model.tokenizer.encode(text)[:24] for text in chosen) if row]
+        return [model.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in chosen]
+    rows = [model.tokenizer.encode(prompt)[:24] for prompt in chosen]
+    if not all(rows):
+        raise InputError("a calibration prompt is empty. Remove it.")
+    return rows
 
 
 def _choose_checked(

@@ -51,7 +51,8 @@ def main(out: Path) -> None:
     with clock.stage("calibrate"):
         if model.exits is None:
             texts = read_texts(data / "wikipedia.jsonl", limit=192)
-            result = calibrate(model, texts, tokens_per_text=96)
+            questions = (Path(__file__).parent / "questions.txt").read_text(encoding="utf-8").splitlines()
+            result = calibrate(model, texts, tokens_per_text=96, prompts=questions)
             result.save(directory)
             output.show(result.table())
             model = tide.load(directory)

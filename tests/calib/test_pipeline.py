@@ -1,6 +1,7 @@
 """Calibration end to end: routers fire where they should, never where they must not, and files belong to models."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,9 +129,10 @@ def test_too_few_documents_and_empty_texts(easy):
 
 @pytest.mark.slow
 def test_smollm2_saves_layers_on_its_own_held_out_answers(smollm2_dir, wikipedia, tmp_path):
-    """Stored thresholds, from Wikipedia alone, hold on chat answers that calibration never saw."""
+    """Thresholds from Wikipedia and answers to some questions hold on answers to others."""
     model = tide.load(smollm2_dir)
-    result = calibrate(model, read_texts(wikipedia, limit=192), tokens_per_text=96)
+    asked = (Path(__file__).parents[2] / "examples" / "questions.txt").read_text(encoding="utf-8").splitlines()
+    result = calibrate(model, read_texts(wikipedia, limit=192), tokens_per_text=96, prompts=asked)
     result.save(tmp_path)
     assert (tmp_path / FILE_NAME).exists()
     model.exits = result.exits
@@ -140,6 +142,7 @@ def test_smollm2_saves_layers_on_its_own_held_out_answers(smollm2_dir, wikipedia
         "What is the purpose of sleep?", "How does a camera take a picture?", "What is a haiku?",
         "Why is salt used in food?",
     ]  # fmt: skip
+    assert not set(asked) & set(questions)
     chats = [[{"role": "user", "content": question}] for question in questions]
     yardstick = tide.Yardstick(model, chats, rule=tide.RouterExit(), max_new_tokens=64, batch=12)
     measured = yardstick.agreement(tide.RouterExit())

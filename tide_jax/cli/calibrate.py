@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from tide_jax.cli import output
-from tide_jax.cli.options import Directory, Dtype, Json, load_model
+from tide_jax.cli.options import Directory, Dtype, Json, load_model, read_prompts
 from tide_jax.errors import InputError
 
 
@@ -18,7 +18,7 @@ class Calibrate:
 
     Trains exit heads on your texts and stores them, with thresholds, beside the weights.
 
-    $ tide-jax calibrate smollm2 --data texts.jsonl
+    $ tide-jax calibrate smollm2 --data texts.jsonl --prompts questions.txt
     """
 
     model: Directory
@@ -31,8 +31,16 @@ class Calibrate:
     ]
     texts: Annotated[int, arg(metavar="N", help="Texts to use, at most.")] = 400
     tokens: Annotated[int, arg(metavar="N", help="Tokens of each text.")] = 128
+    prompts: Annotated[
+        str | None,
+        arg(
+            metavar="FILE",
+            help="What users will ask, one prompt a line: the thresholds are checked on the model's own answers. "
+            "Without it, texts of --data that nothing was trained on are asked about.",
+        ),
+    ] = None
     agreement: Annotated[
-        float, arg(metavar="SHARE", help="Share of early tokens that must equal the full model's choice.")
+        float, arg(metavar="SHARE", help="Share of all tokens that must equal the full model's choice.")
     ] = 0.95
     label: Annotated[
         Literal["agreement", "cosine"],
@@ -52,6 +60,7 @@ class Calibrate:
 
         from calib import calibrate, read_texts
 
+        prompts = read_prompts(self.prompts)
         texts = read_texts(self.data, limit=self.texts)
         model = load_model(self.model, self.dtype)
         began = time.perf_counter()
@@ -61,6 +70,7 @@ class Calibrate:
             tokens_per_text=self.tokens,
             agreement=self.agreement,
             label=self.label,
+            prompts=prompts or None,
             seed=self.seed,
         )
         result.save(self.model)

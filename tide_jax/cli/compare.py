@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import UseAppendAction, arg
@@ -23,6 +21,7 @@ from tide_jax.cli.options import (
     parse_exit_points,
     parse_exits,
     parse_remainder,
+    read_prompts,
 )
 from tide_jax.errors import InputError
 
@@ -80,26 +79,6 @@ class Compare:
             return
         output.show(side_by_side(self.exits, report, num_layers=model.config.num_layers))
         output.show(*answers(texts, {"full": report.full_texts, self.exits: report.texts}))
-
-
-def read_prompts(source: str | None) -> list[str]:
-    """Prompts from a file, one a line; blank lines are left out.
-
-    Raises:
-        InputError: the file is not there, is not text, or holds no prompt.
-    """
-    if source is None:
-        return []
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{source} is not UTF-8 text ({error.reason}, byte {error.start}). Save it as UTF-8."
-        ) from error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise InputError(f"{source} holds no prompt. Write one a line.")
-    return lines
 
 
 def _facts(exits: str, prompts: list[str], report: "Report") -> dict[str, object]:

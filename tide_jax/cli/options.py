@@ -1,5 +1,6 @@
 """Arguments that several verbs share, and their meaning."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -106,3 +107,23 @@ def as_prompts(model: "Model", texts: list[str], *, raw: bool) -> list[str | lis
     if empty := [number for number, text in enumerate(texts, 1) if not text.strip()]:
         raise InputError(f"prompt {empty[0]} is empty. Write a question, or use --raw to send it as it is.")
     return [[{"role": "user", "content": text}] for text in texts]
+
+
+def read_prompts(source: str | None) -> list[str]:
+    """Prompts from a file, one a line; blank lines are left out.
+
+    Raises:
+        InputError: the file is not there, is not text, or holds no prompt.
+    """
+    if source is None:
+        return []
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source} is not UTF-8 text ({error.reason}, byte {error.start}). Save it as UTF-8."
+        ) from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{source} holds no prompt. Write one a line.")
+    return lines
