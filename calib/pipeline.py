@@ -161,9 +161,14 @@ def calibrate(
             by_depth[depth], good[depth] = values, good_third[index]
     flagged = frozenset(row["depth"] for row in rows if row["degenerate"])
     thresholds, choice = _choose_checked(
-        model, ExitHeads(heads, {}, flagged), by_depth, good,
-        prompts=_live_prompts(model, prompts or _held_out(texts, third), live_prompts), agreement=agreement, live_tokens=live_tokens,
-    )  # fmt: skip
+        model,
+        ExitHeads(heads, {}, flagged),
+        by_depth,
+        good,
+        prompts=_live_prompts(model, prompts or _held_out(texts, third), live_prompts),
+        agreement=agreement,
+        live_tokens=live_tokens,
+    )
     report = {
         "model": model.fingerprint,
         "agreement": agreement,
@@ -190,7 +195,7 @@ def _held_out(texts: Sequence[Text], third: States) -> list[str]:
 
 
 def _live_prompts(model: Model, prompts: Sequence[str], count: int) -> list[list[int]]:
-    """At most `count` of the prompts as token ids: through the chat template where there is one, else their beginning."""
+    """Token ids of at most `count` prompts: through the chat template where there is one, else their beginning."""
     chosen = [prompts[index] for index in np.unique(np.linspace(0, len(prompts) - 1, count).astype(int))]
     if model.tokenizer.has_chat_template:
         return [model.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in chosen]

@@ -1,6 +1,7 @@
 """Every verb does its work, and prints what scripts rely on."""
 
 import io
+import json
 import shutil
 import sys
 import types
@@ -170,9 +171,24 @@ def test_calibrate_hands_everything_on(tide, tide_json, tiny_dir, monkeypatch):
         5,
     )
     assert tide_json(*args, "--label", "cosine") == {"chosen": [4], "loss": None}
-    options = {"tokens_per_text": 7, "agreement": 0.9, "label": "cosine", "seed": 5}
+    options = {"tokens_per_text": 7, "agreement": 0.9, "label": "cosine", "prompts": None, "seed": 5}
     assert calls == [(["-"] * 3, options), tiny_dir]
     assert tide(*args)[1] == "a table\n"
+
+
+def test_calibrate_for_real(tide, tide_json, tiny_dir, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_dir, directory)
+    random = np.random.default_rng(0)
+    words = ["".join(chr(c) for c in random.integers(97, 123, 30)) for _ in range(30)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in words))
+    (tmp_path / "prompts.txt").write_text("\n".join(words[:4]))
+    args = ("--data", tmp_path / "texts.jsonl", "--texts", 30, "--tokens", 24, "--prompts", tmp_path / "prompts.txt")
+    report = tide_json("calibrate", directory, *args)
+    assert [row["depth"] for row in report["depths"]] == [1, 2, 3, 4, 5]
+    assert report["documents"] == 30 and sum(report["tokens"].values()) == 30 * 23
+    seen = tide_json("inspect", directory)["exits"]
+    assert seen["heads"] == [1, 2, 3, 4, 5] and seen["thresholds"] == report["chosen"]
 
 
 @pytest.mark.slow
