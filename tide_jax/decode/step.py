@@ -117,41 +117,43 @@ class _Segment(NamedTuple):
     last: int
 
     def layers(self, x: jax.Array, running: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
+        """The segment is run: each column keeps what its layer made, what it had, or what stands in for the layer."""
         made = []
         for index in range(self.first, self.last):
             layer, past = self.decoder.layers[index], self.state.caches[index]
-            rows = layer.project_kv(x, self.view)
-            active = running
-            if self.cols.start is not None:
-                active = running & (self.cols.start <= index)
-                rows = _keep(self.cols.start > index, _read(past, self.state.length, x.shape[1]), rows)
+            rows = self._cached_or(index, layer.project_kv(x, self.view))
             ran = layer(x, rows, past, self.view)
-            if self.first == 0 and self.cols.start is None:
-                x = ran
-            elif self.remainder.rows_follow_state:
+            active = running if self.cols.start is None else running & (self.cols.start <= index)
+            if self.remainder.rows_follow_state:
                 x = jnp.where(active[..., None], ran, x)
             else:
-                filled, fill_rows = self._fill_one(index, x)
+                filled, fill_rows = self._filled(index, x)
                 x = jnp.where(active[..., None], ran, filled)
                 rows = _keep(active, rows, fill_rows)
             made.append(rows)
         return x, tuple(made)
 
     def fill(self, x: jax.Array, running: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
+        """No column needs the segment: the remainder stands in for all of it."""
         made = []
         for index in range(self.first, self.last):
-            x_filled, rows = self._fill_one(index, x)
-            if self.cols.start is not None:
-                done = self.cols.start > index
-                rows = _keep(done, _read(self.state.caches[index], self.state.length, x.shape[1]), rows)
-                x_filled = jnp.where(done[..., None], x, x_filled)
-            x = x_filled
+            x, rows = self._filled(index, x)
             made.append(rows)
         return x, tuple(made)
 
-    def _fill_one(self, index: int, x: jax.Array) -> tuple[jax.Array, KV]:
+    def _filled(self, index: int, x: jax.Array) -> tuple[jax.Array, KV]:
+        """What the remainder leaves behind; columns that have run the layer keep their state and their rows."""
         layer, past = self.decoder.layers[index], self.state.caches[index]
-        return self.remainder.fill(layer, x, past, self.view, self.positions, self.cols.valid)
+        filled, rows = self.remainder.fill(index, layer, x, past, self.view, self.positions, self.cols.valid)
+        if self.cols.start is not None:
+            filled = jnp.where((self.cols.start > index)[..., None], x, filled)
+        return filled, self._cached_or(index, rows)
+
+    def _cached_or(self, index: int, rows: KV) -> KV:
+        """The given rows, except of columns that have run the layer: theirs are in the cache."""
+        if self.cols.start is None:
+            return rows
+        return _keep(self.cols.start > index, _read(self.state.caches[index], self.state.length, rows.k.shape[2]), rows)
 
 
 def _keep(mask: Bool[Array, "batch cols"], yes: KV, no: KV) -> KV:

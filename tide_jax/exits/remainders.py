@@ -22,6 +22,7 @@ class Remainder(Protocol):
 
     def fill(
         self,
+        index: int,
         layer: DecoderLayer,
         x: Float[Array, "batch cols embed"],
         past: KV,
@@ -29,7 +30,7 @@ class Remainder(Protocol):
         positions: Int[Array, "batch cols"],
         valid: Bool[Array, "batch cols"],
     ) -> tuple[Float[Array, "batch cols embed"], KV]:
-        """The states and the K/V rows that this layer leaves behind without being run."""
+        """The states and the K/V rows that layer number `index`, 0 … L − 1, leaves behind without being run."""
         ...
 
 
@@ -45,6 +46,6 @@ class ProjectKV:
 
     rows_follow_state = True
 
-    def fill(self, layer, x, past, view, positions, valid):
+    def fill(self, index, layer, x, past, view, positions, valid):
         """x itself, and the layer's K/V projections of it."""
         return x, layer.project_kv(x, view)
