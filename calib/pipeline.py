@@ -73,7 +73,7 @@ def calibrate(
     tokens_per_text: int = 128,
     depths: Sequence[int] | None = None,
     prompts: Sequence[str] | None = None,
-    live_prompts: int = 32,
+    live_prompts: int = 40,
     live_tokens: int = 40,
     seed: int = 0,
 ) -> Calibration:
@@ -235,7 +235,7 @@ def _choose_checked(
         eos_ids=model.eos_ids,
         fingerprint=model.fingerprint,
     )
-    batch = min(len(prompts), 32)
+    batch = min(len(prompts), 40)
     yardstick = Yardstick(
         trial,
         prompts,
@@ -260,8 +260,8 @@ def _choose_checked(
         }
         tried.append(measured)
         share, positions = measured["agreement"], measured["positions"]
-        # By one standard error, so that the best of a few tries is not merely the luckiest.
-        if share - (share * (1 - share) / positions) ** 0.5 >= agreement or share == 1:
+        # By two standard errors, so that the best of a few tries is not merely the luckiest.
+        if share - 2 * (share * (1 - share) / positions) ** 0.5 >= agreement:
             if thresholds and (best is None or measured["mean_depth"] < best[1]["mean_depth"]):
                 best = thresholds, measured
             least = budget

@@ -141,10 +141,22 @@ def test_smollm2_saves_layers_on_its_own_held_out_answers(smollm2_dir, wikipedia
         "Explain what a budget is.", "How do magnets work?", "What do bees do for plants?", "Describe a desert.",
         "What is the purpose of sleep?", "How does a camera take a picture?", "What is a haiku?",
         "Why is salt used in food?",
+        "How does soap clean?",
+        "What is a rainforest?",
+        "Give me three tips for writing a good speech.",
+        "Who was Cleopatra?",
+        "Explain how a battery works.",
+        "What is the difference between a planet and a star?",
+        "Write a short note to welcome a new neighbor.",
+        "How is glass made?",
+        "What does a lawyer do?",
+        "A box holds 6 rows of 8 eggs. How many eggs are in it? Explain.",
+        "Write a Python function that returns the largest number in a list.",
+        "Why do cats purr?",
     ]  # fmt: skip
     assert not set(asked) & set(questions)
     chats = [[{"role": "user", "content": question}] for question in questions]
-    yardstick = tide.Yardstick(model, chats, rule=tide.RouterExit(), max_new_tokens=64, batch=12)
+    yardstick = tide.Yardstick(model, chats, rule=tide.RouterExit(), max_new_tokens=64, batch=24)
     measured = yardstick.agreement(tide.RouterExit())
     print(result.report["chosen"], result.report["checked"], measured)
     assert measured["agreement"] >= 0.95
