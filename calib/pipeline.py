@@ -73,8 +73,8 @@ def calibrate(
     tokens_per_text: int = 128,
     depths: Sequence[int] | None = None,
     prompts: Sequence[str] | None = None,
-    live_prompts: int = 40,
-    live_tokens: int = 40,
+    live_prompts: int = 32,
+    live_tokens: int = 64,
     seed: int = 0,
 ) -> Calibration:
     """Learn exit projections, routers and thresholds from text.
@@ -96,7 +96,7 @@ def calibrate(
         prompts: what users will ask. The running engine is checked on the model's own answers to these; None: to
             texts of the third part.
         live_prompts: how many of them are used, spread over the list.
-        live_tokens: tokens of each answer.
+        live_tokens: tokens of each answer; approximate K/V adds up, so short answers would promise too much.
         seed: of splits, initial weights and batch order.
 
     Raises:
@@ -235,7 +235,7 @@ def _choose_checked(
         eos_ids=model.eos_ids,
         fingerprint=model.fingerprint,
     )
-    batch = min(len(prompts), 40)
+    batch = min(len(prompts), 32)
     yardstick = Yardstick(
         trial,
         prompts,

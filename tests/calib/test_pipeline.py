@@ -127,7 +127,7 @@ def test_too_few_documents_and_empty_texts(easy):
         calibrate(easy, [Text("!", "a"), Text("#", "b")])
 
 
-@pytest.mark.slow
+@pytest.mark.slow_all
 def test_smollm2_saves_layers_on_its_own_held_out_answers(smollm2_dir, wikipedia, tmp_path):
     """Thresholds from Wikipedia and answers to some questions hold on answers to others."""
     model = tide.load(smollm2_dir)
