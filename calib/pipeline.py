@@ -112,8 +112,15 @@ def calibrate(
         raise InputError(f"agreement is {agreement}; it is a share of tokens, above 0 and at most 1.")
     if label not in ("agreement", "cosine"):
         raise InputError(f"label is {label!r}; use 'agreement' or 'cosine'.")
-    if tokens_per_text < 2:
-        raise InputError(f"tokens_per_text is {tokens_per_text}; states need at least 2 tokens.")
+    if not 2 <= tokens_per_text <= model.config.max_positions:
+        raise InputError(
+            f"tokens_per_text is {tokens_per_text}; it must be between 2 and the model's context of "
+            f"{model.config.max_positions} tokens."
+        )
+    if live_prompts < 1:
+        raise InputError(f"live_prompts is {live_prompts}; the engine is checked on at least 1 answer.")
+    if model.tokenizer is None:
+        raise InputError("this model was made in memory without a tokenizer, and calibration reads text.")
     depths = candidate_depths(layers) if depths is None else tuple(sorted(set(depths)))
     if not depths or depths[0] < 1 or depths[-1] >= layers:
         raise InputError(f"candidate depths {list(depths)} must lie between 1 and {layers - 1}, layers run.")
@@ -147,7 +154,13 @@ def calibrate(
         })  # fmt: skip
 
     scale = np.asarray(nnx.merge(model.graphdef, model.params).final_norm.scale[...], np.float32)
-    held_out = np.isin(second.document, np.unique(second.document)[::6])
+    trained_on = np.unique(second.document)
+    if len(trained_on) < 2:
+        raise InputError(
+            f"only {len(trained_on)} document is left for training routers, and one more is needed to choose the "
+            "epoch. Give more documents (in .jsonl, a `document` per text; in .txt, more paragraphs)."
+        )
+    held_out = np.isin(second.document, trained_on[::6])
     trained, losses = train_routers(
         second.x, scale, np.stack(good_second), held_out, seed=seed, progress=_bar("training routers", 10)
     )
@@ -242,7 +255,6 @@ def _choose_checked(
         rule=RouterExit({}),
         exit_points=sorted(by_depth),
         max_new_tokens=live_tokens,
-        stop=[],
         batch=batch,
         progress=_bar("full-depth trajectories", len(prompts) / batch),
     )

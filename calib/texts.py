@@ -48,7 +48,7 @@ def read_texts(source: str | Path, *, limit: int = 400, seed: int = 0) -> list[T
         raise InputError(f"{limit} texts were asked for; calibration needs at least 1.")
     name = "standard input" if str(source) == "-" else str(source)
     try:
-        content = sys.stdin.read() if str(source) == "-" else Path(source).read_text(encoding="utf-8")
+        content = sys.stdin.read() if str(source) == "-" else Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name} cannot be read as UTF-8 text ({error}). Give a .txt or .jsonl file.") from error
     jsonl = str(source).endswith(".jsonl") or content.lstrip().startswith("{")
@@ -79,12 +79,12 @@ def usable_texts(texts: Iterable[Text], *, limit: int, seed: int = 0, name: str 
 
 
 def _json_lines(content: str, name: str) -> Iterator[Text]:
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(f"{name}, line {number}: not JSON ({error}).") from error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise InputError(f'{name}, line {number}: expected an object with a string "text", got {line:.60}.')

@@ -137,13 +137,15 @@ class Model:
         return jnp.asarray(np.pad(ids, extra), jnp.int32), jnp.asarray(np.pad(mask, extra)), cols
 
 
-def load(path: str | Path, dtype: DTypeLike | None = None) -> Model:
+def load(path: str | Path, dtype: DTypeLike | None = None, *, exits: bool = True) -> Model:
     """Load a converted directory.
 
     Args:
         path: what `tide-jax convert` made.
         dtype: of parameters, states and caches. Default: the stored one; on a CPU, 16-bit weights are brought to
             float32 once, because XLA would do so inside every program that uses them.
+
+        exits: read the calibrated exit heads, if there are any.
 
     Raises:
         InputError: not a converted model, damaged, or an unknown dtype.
@@ -165,9 +167,9 @@ def load(path: str | Path, dtype: DTypeLike | None = None) -> Model:
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
     graphdef, params = read_parameters(path, manifest, jnp.dtype(name))
     heads = path / FILE_NAME
-    exits = None
-    if heads.exists():
-        exits = load_heads(
+    calibrated = None
+    if exits and heads.exists():
+        calibrated = load_heads(
             heads,
             fingerprint=manifest.fingerprint,
             hidden_size=manifest.config.hidden_size,
@@ -177,7 +179,7 @@ def load(path: str | Path, dtype: DTypeLike | None = None) -> Model:
         graphdef,
         params,
         tokenizer=Tokenizer.load(path / "tokenizer"),
-        exits=exits,
+        exits=calibrated,
         eos_ids=manifest.eos_ids,
         fingerprint=manifest.fingerprint,
         path=path,

@@ -67,3 +67,9 @@ def test_missing_file_and_bad_limit(tmp_path):
         read_texts(tmp_path / "absent.txt")
     with pytest.raises(InputError, match="0 texts"):
         read_texts(tmp_path / "absent.txt", limit=0)
+
+
+def test_line_separators_and_a_byte_order_mark_inside_the_data(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\ufeff" + json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_texts(path, limit=1) == [Text("a\u2028b\u0085c", "1")]

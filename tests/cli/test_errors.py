@@ -1,7 +1,6 @@
 """What a user can get wrong ends in one paragraph and exit code 2; what is our fault keeps its traceback."""
 
 import os
-import time
 
 import pytest
 
@@ -165,12 +164,10 @@ def test_the_process_ends_with_2_and_without_a_traceback(tide_process, tmp_path)
 
 
 def test_arguments_are_parsed_without_anything_heavy(tide_process):
-    began = time.perf_counter()
     done = tide_process("--help", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0 and "generate" in done.stdout
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"jax", "flax", "transformers", "torch", "orbax", "numpy"}
-    assert time.perf_counter() - began < 10
 
 
 def test_a_reader_that_leaves_early_is_no_error(tide_process, tiny_dir):

@@ -80,3 +80,6 @@ def test_a_seed_belongs_to_a_row_and_rows_share_no_noise(model):
         assert run([prompt], seed)[0].tolist() == row.tolist()
     assert together[1].tolist() != together[2].tolist()  # equal prompts, other seeds
     assert run(PROMPTS, 3)[1].tolist() == run(PROMPTS, 3)[2].tolist()  # equal prompts, equal seeds
+    state = tide.Engine(model).start(PROMPTS, rule=tide.Never(), max_new_tokens=2, seeds=[3] * 4)
+    noise = [tuple(np.asarray(jax.random.key_data(key))) for key in state.keys]
+    assert noise[1] == noise[2] and len(set(noise)) == 3  # other prompts, equal seeds: other noise

@@ -42,6 +42,14 @@ def test_default_points(exits):
     assert tide.Never().default_points(exits) == ()
     assert tide.FixedDepth(7).default_points(exits) == (7,)
     assert tide.RouterExit().default_points(exits) == (3, 11)
+    assert tide.RouterExit({7: 0.1}).default_points(exits) == (7,)
+    assert tide.RouterExit(0.3).default_points(exits) == (3, 11)
+    unchosen = ExitHeads(exits.heads, thresholds={})
+    assert tide.RouterExit(0.3).default_points(unchosen) == POINTS
+    with pytest.raises(InputError, match="this model has none"):
+        tide.RouterExit().default_points(unchosen)
+    with pytest.raises(InputError, match="needs calibrated exits"):
+        tide.RouterExit(0.3).default_points(None)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,8 @@ def test_default_points(exits):
     [
         (tide.FixedDepth(4), POINTS, ["FixedDepth(4)", "[3, 7, 11]", "12"]),
         (tide.RouterExit(0.5), (3, 4), ["[4]", "[3, 7, 11]"]),
+        (tide.RouterExit({7: 0.1}), (3, 11), ["[7]", "[3, 11]"]),
+        (tide.RouterExit({4: 0.1}), POINTS, ["[4]", "[3, 7, 11]"]),
         (tide.RouterExit(), (5, 7), ["[5]", "[3, 7, 11]"]),  # depth 5 has a projection and no router
     ],
     ids=repr,

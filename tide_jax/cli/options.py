@@ -87,13 +87,13 @@ def parse_remainder(name: str) -> "Remainder":
     return {"project": ProjectKV()}[name]
 
 
-def load_model(directory: Path, dtype: str = "auto") -> "Model":
-    """The model in a converted directory."""
+def load_model(directory: Path, dtype: str = "auto", *, exits: bool = True) -> "Model":
+    """The model in a converted directory, with or without its exit heads."""
     from tide_jax.model import load
     from tide_jax.progress import status
 
     with status(f"loading {directory}"):
-        return load(directory, None if dtype == "auto" else dtype)
+        return load(directory, None if dtype == "auto" else dtype, exits=exits)
 
 
 def as_prompts(model: "Model", texts: list[str], *, raw: bool) -> list[str | list[dict[str, str]]]:
@@ -118,12 +118,12 @@ def read_prompts(source: str | None) -> list[str]:
     if source is None:
         return []
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{source} is not UTF-8 text ({error.reason}, byte {error.start}). Save it as UTF-8."
         ) from error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         raise InputError(f"{source} holds no prompt. Write one a line.")
     return lines

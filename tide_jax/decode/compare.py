@@ -21,6 +21,8 @@ from tide_jax.errors import InputError
 from tide_jax.exits import ExitRule, Never, ProjectKV, Remainder
 from tide_jax.model import Model
 
+NOTHING = "every trajectory ended at its first token: nothing can be compared. Use other prompts."
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -116,8 +118,10 @@ class Yardstick:
         batch: int = 1,
         progress: Callable = iter,
     ):
-        if max_new_tokens < 2:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; a comparison needs at least 2.")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 2:
+            raise InputError(f"max_new_tokens is {max_new_tokens!r}; a comparison needs an integer of at least 2.")
+        if batch < 1:
+            raise InputError(f"batch is {batch}; it must be at least 1.")
         rows = encode_prompts(model, prompts)
         check_capacity(model, rows, max_new_tokens)
         self._model = model
@@ -127,6 +131,7 @@ class Yardstick:
         self._engine = functools.partial(
             engine_for, model, exits=rule, exit_points=exit_points, remainder=remainder, record_states=True
         )
+        self._engine().thresholds(rule, 1)  # refuses a rule that these points cannot serve before anything is compiled
         self._run(self._batches[0], Never(), steps=1)  # compile, and touch every page once
         self._full = [self._run(rows, Never()) for rows in progress(self._batches)]
 
@@ -138,6 +143,8 @@ class Yardstick:
                 same.append(run.choices[1:] == run.tokens[1:])
                 depths.append(run.depths[1:])
         same, depths = np.concatenate(same), np.concatenate(depths)
+        if not same.size:
+            raise InputError(NOTHING)
         return {"agreement": float(same.mean()), "positions": int(same.size), "mean_depth": float(depths.mean())}
 
     def measure(self, rule: ExitRule, *, progress: Callable = iter) -> Report:
@@ -181,7 +188,7 @@ class Yardstick:
     def _report(self, full: list[_Run], free: list[_Run], forced: list[_Run]) -> Report:
         same = np.concatenate([run.choices[1:] == run.tokens[1:] for run in forced])
         if not same.size:
-            raise InputError("every trajectory ended at its first token: nothing can be compared. Use other prompts.")
+            raise InputError(NOTHING)
         measured = [self._divergence(a, b) for a, b in zip(full, forced, strict=True)]
         depths = np.concatenate([run.depths[1:] for run in free])
         values, counts = np.unique(depths, return_counts=True)
@@ -220,7 +227,7 @@ def compare(
     model: Model,
     prompts: Prompts,
     *,
-    exits: ExitRule,
+    exits: ExitRule | None,
     exit_points: Sequence[int] | None = None,
     remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
     max_new_tokens: int = 64,
@@ -239,6 +246,7 @@ def compare(
         >>> 0 <= report.agreement <= 1
         True
     """
+    exits = exits or Never()
     yardstick = Yardstick(
         model,
         prompts,

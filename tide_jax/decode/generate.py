@@ -84,7 +84,8 @@ def generate(
         remainder: what stands in for the layers that are not run.
         sampling: how tokens are chosen.
         stop: token ids (or one id) that end a row; None: the model's own; `[]`: none.
-        seed: for sampling; one, or one per prompt. A row's text depends on its seed, not on its neighbours.
+        seed: for sampling; one, or one per prompt, 0 … 2**32 − 1. A row's text depends on its prompt and its seed, not
+            on its place or its neighbours: equal prompts with equal seeds give equal texts.
 
     Raises:
         InputError: a prompt that cannot be encoded or is too long, an exit point that does not exist, and the like.
@@ -95,12 +96,14 @@ def generate(
         >>> out.exit_depths.shape
         (1, 8)
     """
+    if not isinstance(sampling, Sampling):
+        raise InputError(f"sampling is {sampling!r}, expected Sampling(temperature=…).")
     rows = encode_prompts(model, prompts)
     check_capacity(model, rows, max_new_tokens)
     engine = engine_for(model, exits=exits, exit_points=exit_points, remainder=remainder)
     state = engine.start(
         rows,
-        rule=exits or Never(),
+        rule=Never() if exits is None else exits,
         max_new_tokens=max_new_tokens,
         stops=resolve_stops(model, stop),
         seeds=_resolve_seeds(seed, len(rows)),
@@ -135,6 +138,8 @@ def _resolve_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     seeds = [seed] * rows if np.ndim(seed) == 0 else list(seed)
     if wrong := [one for one in seeds if not _is_integer(one)]:
         raise InputError(f"seed {wrong[0]!r} is not an integer.")
+    if wrong := [one for one in seeds if not 0 <= one < 2**32]:
+        raise InputError(f"seed {wrong[0]} is outside 0 … 2**32 − 1.")
     if len(seeds) != rows:
         raise InputError(f"{len(seeds)} seeds were given for {rows} prompts: give one, or one per prompt.")
     return [int(one) for one in seeds]
@@ -153,7 +158,13 @@ def engine_for(
     A rule that needs no score runs on the program of the model's routers where every point has one, so that comparing
     depths and thresholds compiles once.
     """
-    rule = exits or Never()
+    rule = Never() if exits is None else exits
+    if not isinstance(rule, ExitRule):
+        raise InputError(f"exits is {rule!r}, expected an exit rule such as FixedDepth(16).")
+    if not isinstance(remainder, Remainder):
+        raise InputError(f"remainder is {remainder!r}, expected a remainder such as ProjectKV().")
+    if exit_points is not None and (np.ndim(exit_points) != 1 or not all(map(_is_integer, exit_points))):
+        raise InputError(f"exit_points is {exit_points!r}, expected a list of depths, e.g. [8, 16, 24].")
     points = rule.default_points(model.exits) if exit_points is None else tuple(exit_points)
     points = tuple(depth for depth in points if exit_points is not None or depth != model.config.num_layers)
     scorer = rule.scorer

@@ -43,7 +43,7 @@ def _as_list(prompts: Prompts) -> list[Any]:
                 f"{array.shape}."
             )
         return list(np.atleast_2d(array))
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InputError(f"prompts must be text, chats or token ids, got {type(prompts).__name__}.")
     alone = prompts and all(isinstance(item, Mapping) or _is_id(item) for item in prompts)
     return [prompts] if alone else list(prompts)

@@ -21,9 +21,10 @@ class Sampling:
     temperature: float = 0.0
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        number = isinstance(self.temperature, int | float)
+        if not (number and math.isfinite(self.temperature) and self.temperature >= 0):
             raise InputError(
-                f"Sampling: temperature {self.temperature} is not a finite number of 0 or more (0 is greedy)."
+                f"Sampling: temperature {self.temperature!r} is not a finite number of 0 or more (0 is greedy)."
             )
 
 

@@ -1,6 +1,7 @@
 """All that a running batch is: one pytree, donated from step to step."""
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 
 import jax
@@ -26,10 +27,10 @@ class DecodeState:
         given: tokens known in advance: the prompt, or a whole trajectory when the row is teacher-forced.
         limit: tokens, prompt included, at which the row ends.
         tokens: prompt and generated tokens by position.
-        choices: what the model said at each position, whether or not it was followed; 0 before `first_choice`.
+        choices: what the model said at each position, whether or not it was followed; 0 inside the prompt.
         depths: layers run for the state that `choices` came from; 0 where nothing was chosen.
         states: the state `choices` came from (after the exit projection, before the final norm); None: not recorded.
-        keys: PRNG key of the row's seed.
+        keys: PRNG key of the row's seed and prompt.
         temperature: 0 is greedy.
         stops: token ids that end the row, padded with −1.
         thresholds: a token leaves at an exit point where its score is above the row's threshold.
@@ -101,7 +102,9 @@ def new_state(
     ends = np.full((batch, bucket(len(stops), 4)), -1, np.int32)
     ends[:, : len(stops)] = stops
     empty = (batch, config.num_kv_heads, slots, config.head_dim)
-    keys = jax.random.wrap_key_data(jnp.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds]))
+    # The prompt enters the key, so that rows of one batch with one seed do not share their noise.
+    prompts = [zlib.crc32(np.asarray(row, np.int32)) for row in tokens]
+    keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), of) for seed, of in zip(seeds, prompts, strict=True)])
     return DecodeState(
         caches=tuple(KV(jnp.zeros(empty, dtype), jnp.zeros(empty, dtype)) for _ in range(config.num_layers)),
         slots=jnp.full((batch, slots), -1, jnp.int32),

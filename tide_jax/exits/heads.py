@@ -120,19 +120,24 @@ def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: in
             f"it has {fingerprint!r}. Exit heads of another model would leave at the wrong tokens: "
             "run `tide-jax calibrate` on this model, or remove the file."
         )
-    parts: dict[tuple[int, str], dict[str, np.ndarray]] = {}
-    for name, value in tensors.items():
-        depth, part, field = name.split(".")
-        parts.setdefault((int(depth), part), {})[field] = value
-    heads = {}
-    for depth in sorted({depth for depth, _ in parts}):
-        router, projection = parts.get((depth, "router")), parts.get((depth, "projection"))
-        heads[depth] = ExitHead(
-            Router(**{name: jnp.asarray(value) for name, value in router.items()}) if router else None,
-            Projection(**{name: jnp.asarray(value) for name, value in projection.items()}) if projection else None,
-        )
-    thresholds = {int(depth): float(value) for depth, value in json.loads(header["thresholds"]).items()}
-    flagged = frozenset(json.loads(header["degenerate"]))
+    try:
+        parts: dict[tuple[int, str], dict[str, np.ndarray]] = {}
+        for name, value in tensors.items():
+            depth, part, field = name.split(".")
+            parts.setdefault((int(depth), part), {})[field] = value
+        heads = {}
+        for depth in sorted({depth for depth, _ in parts}):
+            router, projection = parts.get((depth, "router")), parts.get((depth, "projection"))
+            heads[depth] = ExitHead(
+                Router(**{name: jnp.asarray(value) for name, value in router.items()}) if router else None,
+                Projection(**{name: jnp.asarray(value) for name, value in projection.items()}) if projection else None,
+            )
+        thresholds = {int(depth): float(value) for depth, value in json.loads(header["thresholds"]).items()}
+        flagged = frozenset(json.loads(header["degenerate"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged ({type(error).__name__}: {error}). Run `tide-jax calibrate` again, or remove it."
+        ) from error
     for depth, head in heads.items():
         shapes = {name: value.shape for part in head if part is not None for name, value in part._asdict().items()}
         square, width = (hidden_size, hidden_size), (hidden_size,)

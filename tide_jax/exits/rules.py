@@ -93,6 +93,8 @@ class Never:
 class FixedDepth:
     """Every token leaves after `layers` layers; `layers` equal to the model's depth is the full model.
 
+    Where calibration left an exit projection at that depth, the token leaves through it.
+
     Example:
         >>> FixedDepth(8).thresholds((4, 8, 12), None, 16).tolist()
         [2.0, -1.0, 2.0]
@@ -134,39 +136,68 @@ class RouterExit:
     def __post_init__(self):
         given = self.threshold.values() if isinstance(self.threshold, Mapping) else [self.threshold]
         for value in given:
-            if value is not None and not value >= 0:
-                raise InputError(f"RouterExit: threshold {value} is not a number of 0 or more (the paper uses 0.85).")
+            if value is not None and not (isinstance(value, int | float | np.number) and value >= 0):
+                raise InputError(f"RouterExit: threshold {value!r} is not a number of 0 or more (the paper uses 0.85).")
 
     def default_points(self, exits: ExitHeads | None) -> tuple[int, ...]:
-        """The points that calibration chose.
+        """The points that its mapping names, or that calibration chose; with one number and none chosen, all routers.
 
         Raises:
-            InputError: the model has no calibrated exits.
+            InputError: the model has no calibrated exits, or stored thresholds are asked for and there are none.
         """
-        if exits is None:
-            raise InputError(
-                "RouterExit needs calibrated exits, and this model has none. Run `tide-jax calibrate DIR --data FILE`, "
-                "or use FixedDepth."
-            )
-        return tuple(sorted(exits.thresholds))
+        if isinstance(self.threshold, Mapping):
+            return tuple(sorted(self.threshold))
+        routers = _routers(exits)
+        if self.threshold is None:
+            self._stored(exits)
+        return tuple(sorted(exits.thresholds or routers))
 
     def thresholds(self, points: Sequence[int], exits: ExitHeads | None, num_layers: int) -> np.ndarray:
         """One threshold per point.
 
         Raises:
-            InputError: a point has no calibrated router.
+            InputError: a point has no calibrated router, or the mapping names a depth that is none of the points.
         """
-        trained = [depth for depth, head in (exits.heads if exits else {}).items() if head.router is not None]
-        if missing := [depth for depth in points if depth not in trained]:
-            raise InputError(
-                f"RouterExit: no router is calibrated at depth {missing}; there are routers at {trained}. Name exit "
-                "points among these, or run `tide-jax calibrate` again."
-            )
-        chosen = self.threshold
-        if chosen is None:
-            chosen = exits.thresholds if exits else {}
+        routers = _routers(exits)
+        chosen = self._stored(exits) if self.threshold is None else self.threshold
         if not isinstance(chosen, Mapping):
             chosen = dict.fromkeys(points, chosen)
+        named = chosen if isinstance(self.threshold, Mapping) else points
+        if missing := sorted({*points, *named} - set(routers)):
+            raise InputError(
+                f"RouterExit: no router is calibrated at depth {missing}; there are routers at {routers}. Name exit "
+                "points among these, or run `tide-jax calibrate` again."
+            )
+        if absent := sorted(set(named) - set(points)):
+            raise InputError(
+                f"RouterExit has a threshold for depth {absent}, which is not one of the exit points {list(points)} of "
+                "this program. Add it to exit_points, or leave it out."
+            )
         return np.array(
             [STAY if depth in exits.degenerate else chosen.get(depth, STAY) for depth in points], np.float32
         )
+
+    @staticmethod
+    def _stored(exits: ExitHeads | None) -> Mapping[int, float]:
+        if exits is None or not exits.thresholds:
+            raise InputError(
+                "RouterExit() uses the thresholds that calibration stored, and this model has none: either it was not "
+                "calibrated, or no exit point kept the agreement that was asked for. Run `tide-jax calibrate`, if need "
+                "be with a lower --agreement, or give a threshold."
+            )
+        return exits.thresholds
+
+
+def _routers(exits: ExitHeads | None) -> list[int]:
+    """Depths that have a router.
+
+    Raises:
+        InputError: the model has no calibrated exits.
+    """
+    routers = sorted(depth for depth, head in (exits.heads if exits else {}).items() if head.router is not None)
+    if not routers:
+        raise InputError(
+            "RouterExit needs calibrated exits, and this model has none. Run `tide-jax calibrate DIR --data FILE`, "
+            "or use FixedDepth."
+        )
+    return routers

@@ -30,8 +30,8 @@ def reference(
 ) -> Float32[Array, "*batch"]:
     """Return `sigmoid(up . silu(rmsnorm(x) @ down))`: the specification, differentiable, on every platform.
 
-    `rmsnorm(x) = x * rsqrt(mean(x**2) + eps) * norm_weight`, all of it in float32. Calibration trains through
-    this function; `router_score` gives the same numbers but has no gradient where the compiled kernel runs.
+    `rmsnorm(x) = x * rsqrt(mean(x**2) + eps) * norm_weight`, all of it in float32. It has a gradient;
+    `router_score` gives the same numbers but has none where the compiled kernel runs.
 
     Args:
         x: hidden states, float32, bfloat16 or float16.
