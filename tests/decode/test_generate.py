@@ -293,7 +293,7 @@ def test_values_of_a_wrong_type_are_refused():
 def test_router_exit_without_heads_is_refused():
     with pytest.raises(InputError, match="calibrate"):
         tide.generate(tiny_model(), [[1]], exits=tide.RouterExit())
-    with pytest.raises(InputError, match=r"\[3\]"):
+    with pytest.raises(InputError, match="needs calibrated exits"):
         tide.generate(tiny_model(), [[1]], exits=tide.RouterExit(0.5), exit_points=[3])
     out = tide.generate(tiny_model(), [[1]], exits=tide.RouterExit(), exit_points=[], max_new_tokens=2)
     assert (out.exit_depths == LAYERS).all()
