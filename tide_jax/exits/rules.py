@@ -158,6 +158,8 @@ class RouterExit:
         Raises:
             InputError: a point has no calibrated router, or the mapping names a depth that is none of the points.
         """
+        if not len(points) and not isinstance(self.threshold, Mapping):
+            return np.zeros(0, np.float32)
         routers = _routers(exits)
         chosen = self._stored(exits) if self.threshold is None else self.threshold
         if not isinstance(chosen, Mapping):
