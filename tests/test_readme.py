@@ -1,5 +1,6 @@
 """The README's example runs as it stands."""
 
+import json
 import re
 from pathlib import Path
 
@@ -41,3 +42,18 @@ def test_every_folder_the_readme_names_exists():
     layout = README[README.index("## Where things are") :]
     for name in re.findall(r"(?:^|\s{4,})((?:tide_jax/)?[a-z_]+)\s{3,}\S", layout, flags=re.M):
         assert (root / name).is_dir(), name
+
+
+def test_links_lead_somewhere_and_nothing_is_left_to_fill_in():
+    root = Path(__file__).parent.parent
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert "docs/exit_depths.png" in links
+    assert [link for link in links if "://" not in link and not (root / link).exists()] == []
+    assert "PLACEHOLDER" not in README
+
+
+def test_the_speeds_it_quotes_are_those_of_the_committed_run():
+    root = Path(__file__).parent.parent
+    measured = json.loads((root / "benchmarks" / "results" / "decode_cpu.json").read_text())
+    for name in ("full_vs_transformers", "depth24_vs_full", "depth16_vs_full", "depth8_vs_full"):
+        assert f"| {measured[name]:.2f} × |" in README
