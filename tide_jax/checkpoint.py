@@ -318,9 +318,9 @@ def read_manifest(directory: Path) -> Manifest:
         what = "does not exist" if not directory.exists() else f"holds no {MANIFEST}"
         aside = _aside(Path(os.path.abspath(directory)))
         hint = f" An interrupted overwrite left the earlier model in {aside}: rename it." if aside.exists() else ""
-        raise InputError(
-            f"{directory} is not a converted model: it {what}. Make one with `tide-jax convert SRC {directory}`.{hint}"
-        )
+        source = (directory / "config.json").is_file()  # a Hugging Face checkpoint, not yet converted
+        command = f"tide-jax convert {directory} DST" if source else f"tide-jax convert SRC {directory}"
+        raise InputError(f"{directory} is not a converted model: it {what}. Make one with `{command}`.{hint}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:

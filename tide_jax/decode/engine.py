@@ -176,7 +176,7 @@ class Engine:
             max_new_tokens=wanted,
             thresholds=self.thresholds(rule, batch),
             stops=stops,
-            seeds=seeds or [0] * batch,
+            seeds=[0] * batch if seeds is None else seeds,
             temperature=[temperature] * batch,
             dtype=self.model.dtype,
             record_states=self.record_states,
