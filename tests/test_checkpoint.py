@@ -357,4 +357,4 @@ def test_the_fingerprint_names_config_and_weights(converted, tmp_path):
 def test_a_hugging_face_directory_is_told_from_a_converted_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=f"convert {tmp_path} DST"):
-        checkpoint.read_manifest(tmp_path)
+        read_manifest(tmp_path)
