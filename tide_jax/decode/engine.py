@@ -21,15 +21,13 @@ from tide_jax.model import Model
 
 def prefill(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], state: DecodeState, tokens, valid):
     """Run the prompts at full depth into the empty caches, and choose the first token of every row."""
-    del heads
+    del heads  # every program takes the same arguments; a prompt runs all layers
     decoder = nnx.merge(graphdef, params)
-    whole = dataclasses.replace(plan, points=())
     counters = state.segments_run
-    state, result = step(decoder, {}, whole, state, Columns(tokens, valid))
-    state = dataclasses.replace(state, segments_run=counters)
-    last = jnp.maximum(valid.sum(axis=1) - 1, 0)[:, None]
-    pick = lambda array: jnp.take_along_axis(array, last.reshape(-1, 1, *[1] * (array.ndim - 2)), axis=1)[:, 0]  # noqa: E731
-    return _emit(decoder, state, pick(result.x), pick(result.depth))
+    state, result = step(decoder, {}, dataclasses.replace(plan, points=()), state, Columns(tokens, valid))
+    state = dataclasses.replace(state, segments_run=counters)  # which count decode steps only
+    rows, last = jnp.arange(valid.shape[0]), jnp.maximum(valid.sum(axis=1) - 1, 0)
+    return _emit(decoder, state, result.x[rows, last], result.depth[rows, last])
 
 
 def run(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], state: DecodeState, count):

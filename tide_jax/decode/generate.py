@@ -10,7 +10,7 @@ from tide_jax.decode.prompts import Prompts, encode_prompts
 from tide_jax.decode.sampling import Sampling
 from tide_jax.decode.state import DecodeState
 from tide_jax.errors import InputError
-from tide_jax.exits import ExitRule, Never, NoScorer, ProjectKV, Remainder
+from tide_jax.exits import ExitRule, Never, NoScorer, ProjectKV, Remainder, RouterScorer, Scorer
 from tide_jax.model import Model
 
 
@@ -173,9 +173,7 @@ def engine_for(
     return Engine(model, exit_points=points, scorer=scorer, remainder=remainder, record_states=record_states)
 
 
-def _shared_scorer(model: Model, points: Sequence[int]):
-    from tide_jax.exits import RouterScorer
-
+def _shared_scorer(model: Model, points: Sequence[int]) -> Scorer:
     heads = model.exits.heads if model.exits else {}
     routed = points and all(depth in heads and heads[depth].router is not None for depth in points)
     return RouterScorer() if routed else NoScorer()
