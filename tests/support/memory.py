@@ -28,11 +28,16 @@ result = None
 
 
 def peak_anonymous(program: str, *arguments: str) -> tuple[int, object]:
-    """Peak bytes of anonymous memory while `program` runs with `sys.argv[1:]`, and what it left in `result`."""
+    """Peak bytes of anonymous memory while `program` runs with `sys.argv[1:]`, and what it left in `result`.
+
+    Programs are compiled anew, and not written to a cache.
+    """
     source = _WATCH + program + "\nprint(json.dumps([peak, result]))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # writing programs to it takes some 45 MB of its own
     done = subprocess.run(
         [sys.executable, "-c", source, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
