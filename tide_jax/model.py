@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from tide_jax.checkpoint import read_manifest, read_parameters
+from tide_jax.compat import release_free_memory
 from tide_jax.errors import InputError
 from tide_jax.exits import ExitHeads
 from tide_jax.exits.heads import FILE_NAME, load_heads
@@ -166,6 +167,7 @@ def load(path: str | Path, dtype: DTypeLike | None = None, *, exits: bool = True
     if name not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
     graphdef, params = read_parameters(path, manifest, jnp.dtype(name))
+    release_free_memory()
     heads = path / FILE_NAME
     calibrated = None
     if exits and heads.exists():

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
+from tide_jax.compat import release_free_memory
 from tide_jax.decode.sampling import choose
 from tide_jax.decode.state import DecodeState, bucket, new_state
 from tide_jax.decode.step import Columns, Plan, step
@@ -87,6 +88,7 @@ def _compiled(function: Callable, graphdef, plan: Plan, *args):
     began = time.perf_counter()
     jitted = jax.jit(functools.partial(function, graphdef, plan), donate_argnums=(2,))
     _PROGRAMS[key] = jitted.lower(*args).compile()
+    release_free_memory()
     return _PROGRAMS[key], time.perf_counter() - began
 
 
