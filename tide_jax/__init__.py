@@ -6,14 +6,16 @@ from tide_jax.convert import convert
 from tide_jax.errors import InputError
 
 __all__ = [
-    "Engine", "FixedDepth", "InputError", "Model", "Never", "Output", "ProjectKV", "Report", "RouterExit", "Sampling",
-    "Yardstick", "compare", "convert", "generate", "load",
+    "Deferred", "Engine", "FixedDepth", "InputError", "Model", "Never", "Ngram", "Output", "ProjectKV", "Report",
+    "RouterExit", "Sampling", "Verify", "Yardstick", "compare", "convert", "generate", "load", "warmup",
 ]  # fmt: skip
 
 # Imported when first asked for, so that the command line answers --help without waiting for jax.
 _HOMES = {
-    "tide_jax.decode": ("Engine", "Output", "Report", "Sampling", "Yardstick", "compare", "generate"),
-    "tide_jax.exits": ("FixedDepth", "Never", "ProjectKV", "RouterExit"),
+    "tide_jax.decode": (
+        "Engine", "Ngram", "Output", "Report", "Sampling", "Verify", "Yardstick", "compare", "generate", "warmup",
+    ),
+    "tide_jax.exits": ("Deferred", "FixedDepth", "Never", "ProjectKV", "RouterExit"),
     "tide_jax.model": ("Model", "load"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

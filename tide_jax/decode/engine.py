@@ -3,75 +3,26 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Int
 
 from tide_jax.compat import release_free_memory
-from tide_jax.decode.sampling import choose
-from tide_jax.decode.state import DecodeState, bucket, new_state
-from tide_jax.decode.step import Columns, Plan, step
+from tide_jax.decode.control import at_batch, device_name, executed, new_control, read_step_times
+from tide_jax.decode.loop import prefill, run, run_rounds
+from tide_jax.decode.plan import WIDTHS, Plan, Rounds
+from tide_jax.decode.proposers import Proposer
+from tide_jax.decode.state import DecodeState, RoundState, bucket, new_rounds, new_state
+from tide_jax.decode.verify import Verify
 from tide_jax.errors import InputError
-from tide_jax.exits import ExitHead, ExitRule, NoScorer, ProjectKV, Remainder, Scorer
+from tide_jax.exits import Deferred, ExitRule, NoScorer, ProjectKV, Remainder, Scorer
+from tide_jax.exits.rules import STAY
 from tide_jax.model import Model
 
-
-def prefill(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], state: DecodeState, tokens, valid):
-    """Run the prompts at full depth into the empty caches, and choose the first token of every row."""
-    del heads  # every program takes the same arguments; a prompt runs all layers
-    decoder = nnx.merge(graphdef, params)
-    counters = state.segments_run
-    state, result = step(decoder, {}, dataclasses.replace(plan, points=()), state, Columns(tokens, valid))
-    state = dataclasses.replace(state, segments_run=counters)  # which count decode steps only
-    rows, last = jnp.arange(valid.shape[0]), jnp.maximum(valid.sum(axis=1) - 1, 0)
-    return _emit(decoder, state, result.x[rows, last], result.depth[rows, last])
-
-
-def run(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], state: DecodeState, count):
-    """At most `count` decode steps, fewer when every row has ended."""
-    decoder = nnx.merge(graphdef, params)
-
-    def wanted(carry):
-        done, state = carry
-        return (done < count) & state.live.any()
-
-    def body(carry):
-        done, state = carry
-        token = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
-        state, result = step(decoder, heads, plan, state, Columns(token, state.live[:, None]))
-        state = dataclasses.replace(state, steps=state.steps + 1)
-        return done + 1, _emit(decoder, state, result.x[:, 0], result.depth[:, 0])
-
-    return jax.lax.while_loop(wanted, body, (jnp.int32(0), state))[1]
-
-
-def _emit(decoder, state: DecodeState, x: jax.Array, depth: jax.Array) -> DecodeState:
-    """Choose each live row's next token from its final state, and end rows at a stop id or at their limit."""
-    at = state.length
-    choice = choose(decoder.logits(x), state.keys, at, state.temperature)
-
-    def put(target: jax.Array, value: jax.Array) -> jax.Array:
-        """target[row, at[row]] = value[row] for live rows, in place."""
-        old = jnp.take_along_axis(target, at.reshape(-1, *[1] * (target.ndim - 1)), axis=1)
-        new = jnp.where(state.live.reshape(-1, *[1] * (target.ndim - 1)), value[:, None], old)
-        return jax.vmap(lambda t, u, s: jax.lax.dynamic_update_slice_in_dim(t, u, s, axis=0))(target, new, at)
-
-    known = jnp.take_along_axis(state.tokens, at[:, None], axis=1)[:, 0]
-    token = jnp.where(at < state.given, known, choice)
-    stopped = (token[:, None] == state.stops).any(axis=1)
-    return dataclasses.replace(
-        state,
-        tokens=put(state.tokens, token),
-        choices=put(state.choices, choice),
-        depths=put(state.depths, depth),
-        states=None if state.states is None else put(state.states, x),
-        live=state.live & ~stopped & (at + 1 < state.limit),
-    )
-
+CHUNK = 32  # rounds between two looks at the clock
 
 _PROGRAMS: dict[object, Callable] = {}
 
@@ -94,12 +45,87 @@ def _compiled(function: Callable, graphdef, plan: Plan, *args):
 
 @dataclasses.dataclass
 class Timings:
-    """Seconds by phase, and programs compiled."""
+    """Seconds by phase, and programs compiled.
+
+    Attributes:
+        prefill: of the prompts, first tokens included.
+        decode: of all other tokens.
+        predicted: of the same, from the step times of `tide-jax warmup`; 0 where there are none, or nothing is drafted.
+        compile: of programs; never part of another phase.
+        compiles: how many programs.
+    """
 
     prefill: float = 0.0
     decode: float = 0.0
+    predicted: float = 0.0
     compile: float = 0.0
     compiles: int = 0
+
+
+def check_heads(model: Model, points: Sequence[int]) -> None:
+    """Refuse exit heads that were not made for the model.
+
+    Raises:
+        InputError: heads of another model, or of another width.
+    """
+    exits = model.exits
+    if exits is None:
+        return
+    if exits.fingerprint not in (None, model.fingerprint):
+        raise InputError(
+            f"the exit heads belong to the model with fingerprint {exits.fingerprint!r}, this one has "
+            f"{model.fingerprint!r}. Calibrate this model, or load it without exit heads (exits=False)."
+        )
+    width = model.config.hidden_size
+    for depth in points:
+        head = exits.heads.get(depth)
+        inputs = {part.shape[0] for part in jax.tree.leaves(head) if part.ndim == 2}
+        if inputs - {width}:
+            raise InputError(
+                f"the exit head at depth {depth} takes states of width {sorted(inputs)}, this model has width {width}: "
+                "it was made for another model."
+            )
+
+
+def plan_rounds(
+    points: Sequence[int], remainder: Remainder | None, propose: Proposer | None, verify: Verify | None
+) -> tuple[Rounds | None, int]:
+    """How a run drafts and settles, and in how many columns; None and 1: it does not.
+
+    Raises:
+        InputError: it is not clear what drafts, or in which width.
+    """
+    if verify is None:
+        if propose is not None:
+            raise InputError(
+                f"{propose!r} guesses without running the model, so its tokens must be verified: give "
+                "verify=Verify(width=4) with it."
+            )
+        if remainder is None or not remainder.defers or not points:
+            return None, 1
+        return Rounds(bodies=(_body(remainder.width),), compare=False), remainder.width
+    if not isinstance(verify, Verify):
+        raise InputError(f"verify is {verify!r}, expected Verify(width=…).")
+    if propose is None and not points:
+        raise InputError(
+            "Verify needs a draft: give an exit rule with exit points, e.g. exits=FixedDepth(16), or propose=Ngram()."
+        )
+    if propose is not None and points:
+        raise InputError(
+            f"both {propose!r} and exits at {list(points)} would draft. Give one of them; the full model judges it."
+        )
+    if isinstance(remainder, Deferred) and verify.width not in ("auto", remainder.width):
+        raise InputError(
+            f"{remainder!r} and {verify!r} name different widths. Leave the remainder out: Verify defers by itself."
+        )
+    if verify.width == "auto":
+        return Rounds(bodies=WIDTHS[1:], compare=True, proposer=propose, adaptive=True), WIDTHS[-1]
+    return Rounds(bodies=(_body(verify.width),), compare=True, proposer=propose), verify.width
+
+
+def _body(width: int) -> int:
+    """The compiled width of settling passes that holds so many columns."""
+    return next(body for body in WIDTHS[1:] if width <= body)
 
 
 class Engine:
@@ -109,11 +135,15 @@ class Engine:
         model: a loaded model.
         exit_points: depths (layers run, 1 … L − 1) at which tokens may leave; empty: the plain full-depth loop.
         scorer: what is looked at there; thresholds and depths are given per batch and are arrays.
-        remainder: stands in for the layers that are not run.
+        remainder: stands in for the layers that are not run; None: `ProjectKV()`, and under `verify` `Deferred`.
+        propose: drafts without running layers, instead of the exits; needs `verify`.
+        verify: the full model judges every token.
         record_states: keep the final state of every position in `DecodeState.states`.
 
     Raises:
-        InputError: an exit point outside 1 … L − 1.
+        InputError: an exit point outside 1 … L − 1, exit heads of another model, nothing that drafts under `verify`
+            or two things that do, a proposer without `verify` or without the states it needs, widths that contradict
+            each other, or width "auto" without step times.
     """
 
     def __init__(
@@ -122,7 +152,9 @@ class Engine:
         *,
         exit_points: Sequence[int] = (),
         scorer: Scorer = NoScorer(),  # noqa: B008 - frozen, hashable
-        remainder: Remainder = ProjectKV(),  # noqa: B008
+        remainder: Remainder | None = None,
+        propose: Proposer | None = None,
+        verify: Verify | None = None,
         record_states: bool = False,
     ):
         layers = model.config.num_layers
@@ -133,9 +165,28 @@ class Engine:
                 f"exit_points {wrong}: an exit point is a number of layers run between 1 and {layers - 1} for this "
                 f"model of {layers} layers; the last layer is never an exit."
             )
-        self.model = model
         points = tuple(sorted({int(depth) for depth in exit_points}))
-        self.plan = Plan(points=points, scorer=scorer, remainder=remainder)
+        check_heads(model, points)
+        self.model = model
+        self._step_times = read_step_times(model.path, model.dtype.name)
+        if verify is not None and verify.times is not None:
+            self._step_times = {1: verify.times}
+        rounds, self._width = plan_rounds(points, remainder, propose, verify)
+        if remainder is None:
+            remainder = ProjectKV() if rounds is None else Deferred()
+        if rounds is not None and rounds.adaptive and not self._step_times:
+            raise InputError(
+                f'Verify("auto") chooses widths from measured step times, and this model has none for {device_name()}, '
+                f"{model.dtype.name}. Run `tide-jax warmup` on it, or give Verify a width or times."
+            )
+        if propose is not None and propose.needs_states and not record_states:
+            raise InputError(
+                f"{propose!r} drafts from the final states of earlier tokens, which this engine does not keep. Use "
+                "record_states=True."
+            )
+        if rounds is not None and remainder.defers:  # its width is an array: programs of one body are one program
+            remainder = Deferred(rounds.bodies[-1])
+        self.plan = Plan(points=points, scorer=scorer, remainder=remainder, rounds=rounds)
         self.record_states = record_states
         self.timings = Timings()
         exits = model.exits.heads if model.exits else {}
@@ -187,6 +238,8 @@ class Engine:
             for row, prompt, rest in zip(tokens, prompts, continuations, strict=True):
                 row[len(prompt) : len(prompt) + len(rest)] = rest
             state = dataclasses.replace(state, tokens=jnp.asarray(tokens), given=jnp.asarray(given))
+        if self.plan.rounds is not None:
+            state = dataclasses.replace(state, rounds=self._new_rounds(batch, state.thresholds))
         width = bucket(max(len(prompt) for prompt in prompts), 32)
         valid = np.arange(width)[None, :] < np.array([[len(prompt)] for prompt in prompts])
         ids = np.zeros((batch, width), np.int32)
@@ -196,11 +249,59 @@ class Engine:
         self.timings.prefill += seconds
         return state
 
+    def _new_rounds(self, batch: int, thresholds) -> RoundState:
+        control = None
+        if self.plan.rounds.adaptive:
+            leaving = np.flatnonzero(np.asarray(thresholds)[0] < STAY)
+            depth = self.plan.points[leaving[0]] if leaving.size else self.model.config.num_layers
+            control = new_control(at_batch(self._step_times, batch), batch, depth)
+        return new_rounds(batch, len(self.plan.points) + 1, width=self._width, control=control)
+
     def run(self, state: DecodeState, count: int) -> DecodeState:
-        """At most `count` decode steps in one while-loop; `state` is donated: use only what is returned."""
-        state, seconds = self._call(run, state, jnp.int32(count))
+        """At most `count` decode steps, or rounds, in one while-loop; `state` is donated: use only what is returned."""
+        if self.plan.rounds is None:
+            state, seconds = self._call(run, state, jnp.int32(count))
+        else:
+            before = self._executed(state)
+            state, seconds = self._call(run_rounds, state, jnp.int32(count))
+            state = self._compared_with_the_clock(state, before, seconds)
         self.timings.decode += seconds
         return state
+
+    def finish(self, state: DecodeState) -> DecodeState:
+        """Run until every row has ended."""
+        # Every step and round yields a token per row at least. Where widths are chosen, the host looks at the clock.
+        chunk = int(np.max(np.asarray(state.limit)))
+        if self.plan.rounds is not None and self.plan.rounds.adaptive:
+            chunk = CHUNK
+        while np.asarray(state.live).any():
+            state = self.run(state, chunk)
+        return state
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Layers run at the ends of the segments between exit points."""
+        return (0, *self.plan.points, self.model.config.num_layers)
+
+    def _executed(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray]:
+        return executed(state.rounds.tally, state.segments_run, self.edges)
+
+    def _compared_with_the_clock(self, state: DecodeState, before, seconds: float) -> DecodeState:
+        """Count what the step times predicted for a run, and correct them for the next from what it took."""
+        batch = state.live.shape[0]
+        if not self._step_times:
+            return state
+        times = at_batch(self._step_times, batch)
+        layers, heads = (now - then for now, then in zip(self._executed(state), before, strict=True))
+        predicted = times.seconds(layers, heads)
+        self.timings.predicted += float(predicted.sum())
+        control = state.rounds.control
+        if control is None:
+            return state
+        times = times.corrected(predicted, seconds)
+        self._step_times = {**self._step_times, batch: times}
+        control = control._replace(layer=jnp.asarray(times.layer, jnp.float32), head=jnp.asarray(times.head, jnp.float32))
+        return dataclasses.replace(state, rounds=state.rounds._replace(control=control))
 
     def _call(self, function: Callable, state: DecodeState, *args) -> tuple[DecodeState, float]:
         model = self.model

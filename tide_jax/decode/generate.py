@@ -3,15 +3,47 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from tide_jax.decode.engine import Engine, Timings
+from tide_jax.decode.plan import WIDTHS
 from tide_jax.decode.prompts import Prompts, encode_prompts
+from tide_jax.decode.proposers import Proposer
 from tide_jax.decode.sampling import Sampling
 from tide_jax.decode.state import DecodeState
+from tide_jax.decode.verify import Verify
 from tide_jax.errors import InputError
-from tide_jax.exits import ExitRule, Never, NoScorer, ProjectKV, Remainder, RouterScorer, Scorer
+from tide_jax.exits import ExitRule, Never, NoScorer, Remainder, RouterScorer, Scorer
 from tide_jax.model import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """What drafting and settling did; counted by executed work.
+
+    Attributes:
+        proposed: drafted tokens by their place in the draft (index 0: the first after the row's last token).
+        accepted: those of them that the full model would have emitted too.
+        corrected: drafted tokens that the full model replaced by its own.
+        passes: executed passes by columns per row; those of more than 1 are settling passes of the full model.
+        draft_layers: layers run by passes of one column, summed.
+        settle_layers: layers run by settling passes, summed.
+        tokens_per_round: tokens that a row gains in a round, on average.
+    """
+
+    proposed: list[int]
+    accepted: list[int]
+    corrected: int
+    passes: dict[int, int]
+    draft_layers: int
+    settle_layers: int
+    tokens_per_round: float
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens by proposed ones; NaN where nothing was proposed."""
+        return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else float("nan")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,16 +51,18 @@ class Stats:
     """What a run did.
 
     Attributes:
-        mean_depth: layers run per generated token, averaged over all rows.
-        histogram: generated tokens by depth.
+        mean_depth: exit depth per generated token, averaged over all rows.
+        histogram: generated tokens by exit depth.
         executed_segments: how often each segment between exit points ran, in decode steps; a segment runs when any
             row of the batch needs it.
         executed_layers: layers run in decode steps, summed: the work that was really done.
-        steps: decode steps.
+        steps: decode steps, or rounds.
         new_tokens: generated tokens, all rows.
         tokens_per_second: tokens of the decode steps (the first of each row comes from the prefill) by their seconds.
         timings: seconds by phase; compilation is never inside another phase.
         flagged: rows in which a non-finite value was met.
+        predicted_tokens_per_second: what the measured step times predicted; 0 where there are none.
+        drafts: what drafting and settling did; None where every step emits its token at once.
     """
 
     mean_depth: float
@@ -40,6 +74,8 @@ class Stats:
     tokens_per_second: float
     timings: Timings
     flagged: list[int]
+    predicted_tokens_per_second: float = 0.0
+    drafts: Drafts | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +85,8 @@ class Output:
     Attributes:
         text: one string per prompt, without the stop token; empty strings when the model has no tokenizer.
         tokens: int32 [batch, new]; the stop token is kept; padding after it.
-        exit_depths: int32 [batch, new] layers run, 1 … L; 0 after the end of a row.
+        exit_depths: int32 [batch, new] layers run, 1 … L; 0 after the end of a row. Of a token that was drafted, the
+            layers that its draft ran; L for every token that the full model chose.
         lengths: new tokens of each row.
         stats: what the run did.
     """
@@ -68,8 +105,10 @@ def generate(
     max_new_tokens: int = 64,
     exits: ExitRule | None = None,
     exit_points: Sequence[int] | None = None,
-    remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
-    sampling: Sampling = Sampling(),  # noqa: B008
+    remainder: Remainder | None = None,
+    propose: Proposer | None = None,
+    verify: Verify | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     stop: int | Sequence[int] | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Output:
@@ -81,7 +120,9 @@ def generate(
         max_new_tokens: new tokens per prompt, at most.
         exits: when a token leaves; None: never.
         exit_points: depths (layers run) at which it may; None: those the rule names.
-        remainder: what stands in for the layers that are not run.
+        remainder: what stands in for the layers that are not run; None: `ProjectKV()`, and under `verify` `Deferred`.
+        propose: drafts without running layers, in place of the exits; needs `verify`.
+        verify: the full model judges what the exits or `propose` draft, and the output is the full model's own.
         sampling: how tokens are chosen.
         stop: token ids (or one id) that end a row; None: the model's own; `[]`: none.
         seed: for sampling; one, or one per prompt, 0 … 2**32 − 1. A row's text depends on its prompt and its seed, not
@@ -100,7 +141,9 @@ def generate(
         raise InputError(f"sampling is {sampling!r}, expected Sampling(temperature=…).")
     rows = encode_prompts(model, prompts)
     check_capacity(model, rows, max_new_tokens)
-    engine = engine_for(model, exits=exits, exit_points=exit_points, remainder=remainder)
+    engine = engine_for(
+        model, exits=exits, exit_points=exit_points, remainder=remainder, propose=propose, verify=verify
+    )
     state = engine.start(
         rows,
         rule=Never() if exits is None else exits,
@@ -109,7 +152,7 @@ def generate(
         seeds=_resolve_seeds(seed, len(rows)),
         temperature=sampling.temperature,
     )
-    state = engine.run(state, max(max_new_tokens - 1, 0))
+    state = engine.finish(state)
     return collect(engine, state, [len(row) for row in rows], max_new_tokens)
 
 
@@ -149,8 +192,10 @@ def engine_for(
     model: Model,
     *,
     exits: ExitRule | None,
-    exit_points: Sequence[int] | None,
-    remainder: Remainder,
+    exit_points: Sequence[int] | None = None,
+    remainder: Remainder | None = None,
+    propose: Proposer | None = None,
+    verify: Verify | None = None,
     record_states: bool = False,
 ) -> Engine:
     """The engine on which a rule runs at these points.
@@ -161,7 +206,9 @@ def engine_for(
     rule = Never() if exits is None else exits
     if not isinstance(rule, ExitRule):
         raise InputError(f"exits is {rule!r}, expected an exit rule such as FixedDepth(16).")
-    if not isinstance(remainder, Remainder):
+    if propose is not None and not isinstance(propose, Proposer):
+        raise InputError(f"propose is {propose!r}, expected a proposer such as Ngram().")
+    if remainder is not None and not isinstance(remainder, Remainder):
         raise InputError(f"remainder is {remainder!r}, expected a remainder such as ProjectKV().")
     if exit_points is not None and (np.ndim(exit_points) != 1 or not all(map(_is_integer, exit_points))):
         raise InputError(f"exit_points is {exit_points!r}, expected a list of depths, e.g. [8, 16, 24].")
@@ -170,7 +217,15 @@ def engine_for(
     scorer = rule.scorer
     if isinstance(scorer, NoScorer) and exit_points is not None:
         scorer = _shared_scorer(model, points)
-    return Engine(model, exit_points=points, scorer=scorer, remainder=remainder, record_states=record_states)
+    return Engine(
+        model,
+        exit_points=points,
+        scorer=scorer,
+        remainder=remainder,
+        propose=propose,
+        verify=verify,
+        record_states=record_states,
+    )
 
 
 def _shared_scorer(model: Model, points: Sequence[int]) -> Scorer:
@@ -223,19 +278,39 @@ def _pad(model: Model) -> int:
 
 def _stats(engine: Engine, state: DecodeState, ran: np.ndarray) -> Stats:
     made = ran[ran > 0]
-    edges = (0, *engine.plan.points, engine.model.config.num_layers)
-    segments = np.asarray(state.segments_run).tolist()
     depths, counts = np.unique(made, return_counts=True)
     decoded = int((ran[:, 1:] > 0).sum())
-    seconds = engine.timings.decode
+    timings = dataclasses.replace(engine.timings)
+    drafts = None
+    if state.rounds is not None:
+        drafts = _drafts(engine, state, decoded)
+    segments = np.asarray(state.segments_run)
+    if drafts is not None:
+        segments = segments + np.asarray(state.rounds.tally.settled_segments).sum(axis=0)
     return Stats(
         mean_depth=float(made.mean()) if made.size else 0.0,
         histogram={int(depth): int(count) for depth, count in zip(depths, counts, strict=True)},
-        executed_segments=segments,
-        executed_layers=int(np.dot(np.diff(edges), segments)),
+        executed_segments=segments.tolist(),
+        executed_layers=int(np.dot(np.diff(engine.edges), segments)),
         steps=int(state.steps),
         new_tokens=int(made.size),
-        tokens_per_second=decoded / seconds if decoded and seconds else 0.0,
-        timings=dataclasses.replace(engine.timings),
+        tokens_per_second=decoded / timings.decode if decoded and timings.decode else 0.0,
+        timings=timings,
         flagged=[int(row) for row in np.flatnonzero(np.asarray(state.flagged))],
+        predicted_tokens_per_second=decoded / timings.predicted if decoded and timings.predicted else 0.0,
+        drafts=drafts,
+    )
+
+
+def _drafts(engine: Engine, state: DecodeState, decoded: int) -> Drafts:
+    tally = jax.tree.map(np.asarray, state.rounds.tally)
+    lengths = np.diff(engine.edges)
+    return Drafts(
+        proposed=tally.proposed.tolist(),
+        accepted=tally.accepted.tolist(),
+        corrected=int(tally.corrected.sum()),
+        passes=dict(zip(WIDTHS, tally.passes.tolist(), strict=True)),
+        draft_layers=int(np.dot(lengths, np.asarray(state.segments_run))),
+        settle_layers=int((tally.settled_segments @ lengths).sum()),
+        tokens_per_round=decoded / max(int(tally.rounds.sum()), 1),
     )

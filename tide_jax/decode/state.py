@@ -3,15 +3,72 @@
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
+from tide_jax.exits.remainders import WIDEST
 from tide_jax.models import KV, DecoderConfig
 
-SLACK = 8  # the widest step: slots past a row's last token, where masked columns may write
+SLACK = WIDEST  # slots past a row's last token, where the masked columns of the widest pass may write
+
+
+class Tally(NamedTuple):
+    """What rounds of drafting and settling did, counted on the device.
+
+    Attributes:
+        passes: passes of 1, 4 and 8 columns that were executed.
+        lm_heads: passes of each width that went through the LM head.
+        settled_segments: how often each segment between exit points was executed by passes of each width above 1
+            (those of width 1 are in `DecodeState.segments_run`).
+        proposed: drafted tokens by their place in the draft.
+        accepted: those of them that the full model would have emitted.
+        corrected: rows' tokens at which the full model's choice replaced a drafted one.
+        rounds: rounds that each row took part in.
+    """
+
+    passes: Int[Array, " widths"]
+    lm_heads: Int[Array, " widths"]
+    settled_segments: Int[Array, "widths segments"]
+    proposed: Int[Array, " proposals"]
+    accepted: Int[Array, " proposals"]
+    corrected: Int[Array, " batch"]
+    rounds: Int[Array, " batch"]
+
+
+class Control(NamedTuple):
+    """What the width of the next round is chosen from.
+
+    Attributes:
+        layer: seconds of one layer in a pass of 1, 4 and 8 columns, at this batch size.
+        head: seconds of the LM head in such passes.
+        accepted: exponentially weighted count of accepted drafts of each row.
+        tried: the same of drafts up to the first wrong one.
+        draft_layers: layers that a pass of drafting runs, exponentially averaged.
+    """
+
+    layer: Float[Array, " widths"]
+    head: Float[Array, " widths"]
+    accepted: Float[Array, " batch"]
+    tried: Float[Array, " batch"]
+    draft_layers: Float[Array, ""]
+
+
+class RoundState(NamedTuple):
+    """The part of a batch that drafts and settles.
+
+    Attributes:
+        width: columns per round of each row, at most; 1: no drafting.
+        tally: counters.
+        control: None: widths stay as they are.
+    """
+
+    width: Int[Array, " batch"]
+    tally: Tally
+    control: Control | None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -36,7 +93,8 @@ class DecodeState:
         thresholds: a token leaves at an exit point where its score is above the row's threshold.
         flagged: a non-finite K/V row was met and written as zeros, or a final state was not finite.
         segments_run: how often each segment between exit points was executed.
-        steps: decode steps executed.
+        steps: decode steps executed; a round of drafting and settling is one.
+        rounds: drafting and settling; None: every step emits its token at once.
     """
 
     caches: tuple[KV, ...]
@@ -56,6 +114,7 @@ class DecodeState:
     flagged: Bool[Array, " batch"]
     segments_run: Int[Array, " segments"]
     steps: Int[Array, ""]
+    rounds: RoundState | None = None
 
     def tree_flatten_with_keys(self):
         """The fields by name."""
@@ -123,4 +182,21 @@ def new_state(
         flagged=jnp.zeros(batch, bool),
         segments_run=jnp.zeros(thresholds.shape[1] + 1, jnp.int32),
         steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def new_rounds(batch: int, segments: int, *, width: int, control: Control | None) -> RoundState:
+    """Rounds of a fixed width (which `control` may change), nothing counted yet."""
+    return RoundState(
+        width=jnp.full(batch, width, jnp.int32),
+        tally=Tally(
+            passes=jnp.zeros(3, jnp.int32),
+            lm_heads=jnp.zeros(3, jnp.int32),
+            settled_segments=jnp.zeros((3, segments), jnp.int32),
+            proposed=jnp.zeros(WIDEST - 1, jnp.int32),
+            accepted=jnp.zeros(WIDEST - 1, jnp.int32),
+            corrected=jnp.zeros(batch, jnp.int32),
+            rounds=jnp.zeros(batch, jnp.int32),
+        ),
+        control=control,
     )

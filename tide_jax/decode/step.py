@@ -1,6 +1,6 @@
 """One step: T columns per row through the layers they need, each row at its own positions.
 
-Prefill, decode, and later the settling of deferred columns are this one function with other columns. Two rules give it
+Prefill, decode, drafting and the settling of deferred columns are this one function with other columns. Two rules give it
 its shape. A conditional never returns a cache: branches hand back the few new K/V rows, which are written afterwards,
 in place. And whether a segment runs is one scalar for the whole batch, but what a token keeps is decided per layer, so
 that a row's text does not depend on its neighbours.
@@ -14,25 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tide_jax.decode.plan import Plan
 from tide_jax.decode.state import DecodeState
-from tide_jax.exits import ExitHead, NoScorer, ProjectKV, Remainder, Scorer
+from tide_jax.exits import ExitHead, Remainder
 from tide_jax.exits.heads import project
 from tide_jax.models import KV, Attendable, Decoder
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is static about the exits of a program; depths taken and thresholds are arrays.
-
-    Attributes:
-        points: exit points, in layers run, ascending, each 1 … L − 1.
-        scorer: gives each token a score at each point.
-        remainder: stands in for layers that are not run.
-    """
-
-    points: tuple[int, ...] = ()
-    scorer: Scorer = NoScorer()
-    remainder: Remainder = ProjectKV()
 
 
 class Columns(NamedTuple):
@@ -43,12 +29,15 @@ class Columns(NamedTuple):
         valid: columns that exist; in each row they come first.
         start: layers that a column has run already, its K/V rows below being in the cache; None: none has.
         x: the states of the columns after `start` layers; None with `start`.
+        cap: layers above which the K/V of earlier columns are not the model's own, L where all are; None: all are.
+            A remainder that defers makes a column leave there whatever its score.
     """
 
     tokens: Int[Array, "batch cols"]
     valid: Bool[Array, "batch cols"]
     start: Int[Array, "batch cols"] | None = None
     x: Float[Array, "batch cols embed"] | None = None
+    cap: Int[Array, "batch cols"] | None = None
 
 
 class StepResult(NamedTuple):
@@ -57,10 +46,14 @@ class StepResult(NamedTuple):
     Attributes:
         x: final states: after the last layer, or after the exit projection of the point where the column left.
         depth: layers run.
+        held: raw states after `depth` layers, or after `cap` layers where that is less.
+        sure: columns that did not leave for the cap's sake alone.
     """
 
     x: Float[Array, "batch cols embed"]
     depth: Int[Array, "batch cols"]
+    held: Float[Array, "batch cols embed"]
+    sure: Bool[Array, "batch cols"]
 
 
 def step(
@@ -77,7 +70,9 @@ def step(
         x = jnp.where((start > 0)[..., None], cols.x, x)
     running = cols.valid
     depth = jnp.full((batch, width), num_layers, jnp.int32)
-    out = x
+    cap = depth if cols.cap is None else cols.cap
+    sure = jnp.ones((batch, width), bool)
+    out = held = x
     rows: list[KV] = []
     segments_run = state.segments_run
     edges = (0, *plan.points, num_layers)
@@ -94,14 +89,20 @@ def step(
         if last != num_layers:
             head = heads.get(last, ExitHead())
             scores = plan.scorer.scores(last, head, x, positions, decoder)
-            leaves = running & (start < last) & (scores > state.thresholds[:, segment, None])
+            fires = scores > state.thresholds[:, segment, None]
+            leaves = running & (start < last) & (fires | (cap == last) if plan.remainder.defers else fires)
+            held = jnp.where(((leaves & (last <= cap)) | (running & (cap == last)))[..., None], x, held)
+            sure = sure & ~(leaves & ~fires)
             running = running & ~leaves
             depth = jnp.where(leaves, last, depth)
             left = x if head.projection is None else project(head.projection, x, decoder.config.norm_eps)
             out = jnp.where(leaves[..., None], left, out)
     out = jnp.where(running[..., None], x, out)
-    state = _write(state, rows, positions, cols.valid, jnp.isfinite(out).all(axis=-1))
-    return dataclasses.replace(state, segments_run=segments_run), StepResult(out, depth)
+    held = jnp.where((running & (cap == num_layers))[..., None], x, held)
+    state = _write(state, rows, positions, cols.valid, jnp.isfinite(x).all(axis=-1))
+    broken = (~jnp.isfinite(out).all(axis=-1) & cols.valid).any(axis=1)
+    state = dataclasses.replace(state, segments_run=segments_run, flagged=state.flagged | broken)
+    return state, StepResult(out, depth, held, sure)
 
 
 class _Segment(NamedTuple):
@@ -181,8 +182,8 @@ def _write(
     """Write K/V rows at each row's own length, in place; those of columns with anything non-finite as zeros.
 
     A masked slot still enters 0 · value in the attention sum, and 0 · NaN is NaN: so nothing non-finite is ever stored,
-    and the row is flagged. `sound`, which says that a column's final state is finite, also makes every write wait for
-    every read: XLA on a CPU inserts copies before it orders operations, and copied the caches that it could have
+    and the row is flagged. `sound`, which says that a column's last raw state is finite, also makes every write wait
+    for every read: XLA on a CPU inserts copies before it orders operations, and copied the caches that it could have
     overwritten too early.
     """
     slot = state.length

@@ -68,11 +68,13 @@ class ExitHeads(NamedTuple):
         heads: exit head by depth (layers run).
         thresholds: the stored router threshold by depth, only for the points that calibration chose.
         degenerate: depths whose labels had too few positives to learn from: these routers never fire.
+        fingerprint: of the model they were made for; None: not said.
     """
 
     heads: Mapping[int, ExitHead]
     thresholds: Mapping[int, float]
     degenerate: frozenset[int] = frozenset()
+    fingerprint: str | None = None
 
 
 def save_heads(path: Path, exits: ExitHeads, *, fingerprint: str, agreement: float) -> None:
@@ -147,4 +149,4 @@ def load_heads(path: Path, *, fingerprint: str, hidden_size: int, num_layers: in
                 f"{path} holds an exit head at depth {depth} with shapes {shapes}; the model has {num_layers} layers "
                 f"of width {hidden_size}. Run `tide-jax calibrate` again."
             )
-    return ExitHeads(heads, thresholds, flagged)
+    return ExitHeads(heads, thresholds, flagged, fingerprint)

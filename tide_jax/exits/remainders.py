@@ -3,10 +3,14 @@
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tide_jax.errors import InputError
 from tide_jax.models import KV, Attendable
 from tide_jax.models.decoder import DecoderLayer
+
+WIDEST = 8  # columns of the widest pass
 
 
 @runtime_checkable
@@ -16,9 +20,12 @@ class Remainder(Protocol):
     Attributes:
         rows_follow_state: the K/V rows a layer makes from a held state already are this remainder's rows, so that a
             layer run for a neighbour needs a select on the state alone.
+        defers: leaves nothing a later token could attend to, so that a later column of the row may not run deeper
+            before the layers left out have been run.
     """
 
     rows_follow_state: bool
+    defers: bool
 
     def fill(
         self,
@@ -45,7 +52,49 @@ class ProjectKV:
     """
 
     rows_follow_state = True
+    defers = False
 
     def fill(self, index, layer, x, past, view, positions, valid):
         """x itself, and the layer's K/V projections of it."""
         return x, layer.project_kv(x, view)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """Nothing yet: up to `width` columns of a row wait with their exit states, and one pass of the real layers, from
+    the exit depth on and over all of them at once, then writes their true K/V rows.
+
+    On its own this is lossy exit with exact K/V: the tokens are those of the exit heads, the layers left out are run
+    later, together, which costs less than one by one. Under `Verify` the same pass also judges the tokens.
+
+    Attributes:
+        width: columns that wait at most, 1 … 8.
+
+    Raises:
+        InputError: another width.
+    """
+
+    width: int = 4
+    rows_follow_state = True
+    defers = True
+
+    def __post_init__(self):
+        check_width(self.width, "Deferred")
+
+    def fill(self, index, layer, x, past, view, positions, valid):
+        """x itself, and zeros: no column attends to them before they are written over."""
+        shape = (x.shape[0], past.k.shape[1], x.shape[1], past.k.shape[3])
+        return x, KV(jnp.zeros(shape, past.k.dtype), jnp.zeros(shape, past.v.dtype))
+
+
+def check_width(width: object, name: str) -> None:
+    """Refuse a number of columns that the slack of the caches cannot hold.
+
+    Raises:
+        InputError: not an integer of 1 … 8.
+    """
+    if not isinstance(width, int) or isinstance(width, bool) or not 1 <= width <= WIDEST:
+        raise InputError(
+            f"{name}: width {width!r} is not a number of columns between 1 and {WIDEST}; caches keep {WIDEST} slots of "
+            "slack for the columns of one pass."
+        )

@@ -120,13 +120,15 @@ def attention(
     batch, heads, cols, head_dim = q.shape
     grouped = q.reshape(batch, rows.k.shape[1], -1, cols, head_dim)
 
-    def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:
-        raw = jnp.einsum("bkgth,bksh->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    def scores(query: jax.Array, keys: jax.Array, mask: jax.Array) -> jax.Array:
+        raw = jnp.einsum("bkgth,bksh->bkgts", query, keys, preferred_element_type=jnp.float32)
         return jnp.where(mask[:, None, None], raw * head_dim**-0.5, -jnp.inf)
 
-    parts = [(scores(rows.k, view.now), rows.v)]
+    parts = [(scores(grouped, rows.k, view.now), rows.v)]
     if past is not None:
-        parts.append((scores(past.k, view.past), past.v))
+        # XLA merges two products of one operand into one, by concatenating the others: here, by copying the cache.
+        apart = jax.lax.optimization_barrier(grouped)
+        parts.append((scores(apart, past.k, view.past), past.v))
     top = jnp.stack([s.max(axis=-1) for s, _ in parts]).max(axis=0)[..., None]
     weights = [jnp.exp(s - top) for s, _ in parts]
     total = sum(w.sum(axis=-1, keepdims=True) for w in weights)

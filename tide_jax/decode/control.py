@@ -1,0 +1,201 @@
+"""How many columns the next round should have: acceptance so far against measured step times.
+
+The choice is a prediction. The rate r at which drafts are accepted is an exponential average per row; a draft of m
+tokens is then expected to yield 1 + r + … + r^m tokens; the width with the most expected tokens of all rows per second
+of the table is taken. The host corrects the table from wall clock between runs (`corrected`).
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from tide_jax.decode.plan import WIDTHS
+from tide_jax.decode.state import Control, RoundState, Tally
+from tide_jax.errors import InputError
+
+FILE_NAME = "step_times.json"
+FORMAT = "tide-step-times-1"
+MEMORY = 0.9  # of a round's outcome, what the next still weighs
+FORGETTING = 0.99  # of all outcomes, per round without a draft: so drafting is tried again some time
+PRIOR = (1.6, 2.0)  # accepted, tried: before anything is known, four drafts in five are taken for right
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Measured seconds of passes of 1, 4 and 8 columns per row at one batch size, on one device.
+
+    Attributes:
+        layer: of one layer.
+        head: of final norm and LM head.
+    """
+
+    layer: tuple[float, float, float]
+    head: tuple[float, float, float]
+
+    def __post_init__(self):
+        if not all(len(row) == len(WIDTHS) and min(row) > 0 for row in (self.layer, self.head)):
+            raise InputError(
+                f"StepTimes: layer {self.layer} and head {self.head} must be {len(WIDTHS)} positive numbers of "
+                f"seconds each, for passes of {WIDTHS} columns."
+            )
+
+    def seconds(self, layers: Int[np.ndarray, " widths"], heads: Int[np.ndarray, " widths"]) -> np.ndarray:
+        """Predicted seconds, by width, of so many layers and LM heads."""
+        return np.asarray(self.layer) * layers + np.asarray(self.head) * heads
+
+    def corrected(self, predicted: Float[np.ndarray, " widths"], measured: float) -> "StepTimes":
+        """The table after `measured` seconds for what was predicted, by width: each width moves by its share."""
+        total = float(predicted.sum())
+        if not total or not measured:
+            return self
+        # One run may have met another's work on the machine: no entry moves by more than half at once.
+        error = np.clip(measured / total, 0.5, 2.0) - 1
+        factor = 1 + 0.5 * error * predicted / total
+        return StepTimes(
+            layer=tuple((np.asarray(self.layer) * factor).tolist()),
+            head=tuple((np.asarray(self.head) * factor).tolist()),
+        )
+
+
+def new_control(times: StepTimes, batch: int, draft_layers: float) -> Control:
+    """Nothing observed yet."""
+    return Control(
+        layer=jnp.asarray(times.layer, jnp.float32),
+        head=jnp.asarray(times.head, jnp.float32),
+        accepted=jnp.zeros(batch, jnp.float32),
+        tried=jnp.zeros(batch, jnp.float32),
+        draft_layers=jnp.float32(draft_layers),
+    )
+
+
+def learn(rounds: RoundState, accepted: Int[Array, " batch"], proposed: Int[Array, " batch"]) -> RoundState:
+    """Take in how many of the proposed tokens of each row were right."""
+    control = rounds.control
+    if control is None:
+        return rounds
+    some, tried = proposed > 0, jnp.minimum(accepted + 1, proposed)
+    return rounds._replace(
+        control=control._replace(
+            accepted=jnp.where(some, MEMORY * control.accepted + accepted, control.accepted),
+            tried=jnp.where(some, MEMORY * control.tried + tried, control.tried),
+        )
+    )
+
+
+def forget(rounds: RoundState) -> RoundState:
+    """A round went by without a draft."""
+    control = rounds.control
+    return rounds._replace(
+        control=control._replace(accepted=FORGETTING * control.accepted, tried=FORGETTING * control.tried)
+    )
+
+
+def best_width(
+    control: Control,
+    bodies: Sequence[int],
+    num_layers: int,
+    proposals: Int[Array, " batch"],
+    live: Array,
+    *,
+    drafting_costs: bool,
+) -> Int[Array, ""]:
+    """The width, 1 or one of `bodies`, with the most expected tokens per second.
+
+    Args:
+        control: what is known.
+        bodies: widths above 1 that passes are compiled for.
+        num_layers: of the model.
+        proposals: tokens that each row can draft.
+        live: rows that want tokens.
+        drafting_costs: drafts run layers, then only the others are left to settle; else they cost nothing.
+    """
+    rate = (control.accepted + PRIOR[0]) / (control.tried + PRIOR[1])
+    widths, speeds = (1, *bodies), []
+    for width in widths:
+        index = WIDTHS.index(width)
+        powers = rate[:, None] ** jnp.arange(width)
+        reached = jnp.arange(width) <= jnp.minimum(proposals, width - 1)[:, None]
+        tokens = jnp.where(live, jnp.where(reached, powers, 0).sum(axis=1), 0).sum()
+        left, drafting = jnp.float32(num_layers), jnp.float32(0)
+        if drafting_costs and width > 1:
+            left = num_layers - control.draft_layers
+            drafting = width * control.draft_layers * control.layer[0] + (width - 1) * control.head[0]
+        speeds.append(tokens / (drafting + left * control.layer[index] + control.head[index]))
+    return jnp.asarray(widths)[jnp.argmax(jnp.stack(speeds))]
+
+
+def executed(tally: Tally, segments_run: Array, edges: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Layers and LM heads run by passes of each width."""
+    lengths = np.diff(edges)
+    layers = np.asarray(tally.settled_segments) @ lengths
+    layers[0] += int(np.dot(np.asarray(segments_run), lengths))
+    return layers, np.asarray(tally.lm_heads)
+
+
+def device_name() -> str:
+    """What step times were measured on: the kind of device, and for a CPU how many cores this process may use."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"cpu, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def write_step_times(directory: Path, dtype: str, tables: Mapping[int, StepTimes]) -> None:
+    """Keep the tables of this device and dtype, by batch size, beside the model; those of others stay."""
+    path = directory / FILE_NAME
+    kept = [] if not path.exists() else _entries(path)
+    own = {"device": device_name(), "dtype": dtype}
+    kept = [entry for entry in kept if {key: entry[key] for key in own} != own]
+    made = [{**own, "batch": batch, "layer": times.layer, "head": times.head} for batch, times in tables.items()]
+    beside = path.with_name(FILE_NAME + ".part")
+    beside.write_text(json.dumps({"format": FORMAT, "widths": WIDTHS, "entries": kept + made}, indent=2) + "\n")
+    beside.replace(path)
+
+
+def read_step_times(directory: Path | None, dtype: str) -> dict[int, StepTimes]:
+    """The tables of this device and dtype by batch size; empty where there are none.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    path = None if directory is None else directory / FILE_NAME
+    if path is None or not path.exists():
+        return {}
+    return {
+        entry["batch"]: StepTimes(layer=tuple(entry["layer"]), head=tuple(entry["head"]))
+        for entry in _entries(path)
+        if (entry["device"], entry["dtype"]) == (device_name(), dtype)
+    }
+
+
+def _entries(path: Path) -> list[dict]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT or tuple(data["widths"]) != WIDTHS:
+            raise ValueError(f"format {data['format']!r}, widths {data['widths']}")
+        for entry in data["entries"]:
+            StepTimes(layer=tuple(entry["layer"]), head=tuple(entry["head"]))
+            entry["device"], entry["dtype"], entry["batch"]
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read as step times ({error}). Run `tide-jax warmup` again, or remove the file."
+        ) from error
+    return data["entries"]
+
+
+def at_batch(tables: Mapping[int, StepTimes], batch: int) -> StepTimes:
+    """The table of a batch size, between measured ones interpolated; beyond them that of the nearest."""
+    sizes = sorted(tables)
+
+    def between(name: str) -> tuple[float, ...]:
+        measured = np.array([getattr(tables[size], name) for size in sizes])
+        return tuple(float(np.interp(batch, sizes, column)) for column in measured.T)
+
+    return StepTimes(layer=between("layer"), head=between("head"))
