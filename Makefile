@@ -52,9 +52,9 @@ $(VENV)/.demo: $(VENV)/.build
 	touch $@
 
 # torch: the version that the parity tests were written with. The two jax packages are XLA's compiler for NVIDIA GPUs,
-# which compiles for an H200 without one; they need none of their dependencies for that.
+# which compiles for an H200 without one, and libtpu that for TPUs; they need none of their dependencies for that.
 $(VENV)/.test: $(VENV)/.build
 	$(PIP) --no-build-isolation -e '.[test,plot,dev]' torch==2.13.0
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') \
-	&& $(PIP) --no-deps jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version
+	&& $(PIP) --no-deps jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version libtpu==0.0.52
 	touch $(VENV)/.demo $@

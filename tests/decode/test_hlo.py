@@ -21,17 +21,20 @@ from tide_jax.exits import Deferred, ExitHead, Projection, Router, RouterScorer
 from tide_jax.models import Decoder
 
 POINTS = (1, 2, 3)
-BATCH, SLOTS = 2, 4096
+# A cache of 200 MB in bfloat16, more than the on-chip memory of a v5e: XLA for TPUs carries smaller ones there and back.
+BATCH, SLOTS = 2, 1 << 18
 # Four layers of SmolLM2-135M, with a small vocabulary: all weights and logits are smaller than a cache,
 # so that only caches are found.
 CONFIG = tiny_config(
     vocab_size=1024, hidden_size=576, ffn_size=1536, num_layers=4, num_heads=9, num_kv_heads=3, head_dim=64,
-    max_positions=8192,
+    max_positions=SLOTS,
 )  # fmt: skip
 CACHE_ELEMENTS = BATCH * 3 * SLOTS * 64
 
 
-@pytest.fixture(params=["cpu", pytest.param("h200", marks=pytest.mark.portability)])
+@pytest.fixture(
+    params=["cpu", *(pytest.param(name, marks=pytest.mark.portability) for name in ("h200", "v5e"))], ids=str
+)
 def backend(request):
     """Each XLA in turn; a missing compiler skips, or fails where TIDE_REQUIRE_AOT=1 says it must be there."""
     reason = None if request.param == "cpu" else topologies.available(request.param)
@@ -110,9 +113,8 @@ def test_the_decode_loop_never_copies_a_cache(backend, points, learned):
     [
         ((), Rounds(bodies=(4, 8), compare=True, proposer=Ngram(), adaptive=True)),
         (POINTS, Rounds(bodies=(4, 8), compare=True, adaptive=True)),
-        (POINTS, Rounds(bodies=(4,), compare=False)),
     ],
-    ids=["ngram", "exits", "deferred"],
+    ids=["ngram", "exits"],
 )
 def test_rounds_hand_the_caches_on_in_place(backend, points, rounds):
     text = compiled(backend, points, bool(points), rounds)

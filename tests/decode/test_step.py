@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import Scripted, ScriptedScorer, changed, counted_layers, tiny_model, with_script
+from support.tiny import Scripted, ScriptedScorer, changed, counted_layers, poisoned, tiny_model, with_script
 
 import tide_jax as tide
 from tide_jax.decode.engine import Engine
@@ -150,7 +150,7 @@ def test_settling_continues_where_the_draft_left(monkeypatch):
 
 # A column's state at its start is the full model's own only if no earlier column of its row left before
 # that depth. A start of 0 here was drafted at full depth.
-MIXED = [[5, 3, 1, 0], [5, 5, 1, 1], [0, 0, 3, 3], [3, 1, 1, 1]]
+MIXED = [[5, 3, 1, 0], [5, 5, 1, 1], [6, 6, 3, 3], [3, 1, 1, 1]]
 LATE = [[5, 5, 5, 3], [5, 5, 3, 3], [3, 3, 3, 3], [5, 5, 5, 5]]
 ALL = [[True] * 4] * 4
 RAGGED = [[True] * 4, [True, True, False, False], [True] * 3 + [False], [False] * 4]
@@ -190,16 +190,6 @@ def test_columns_that_do_not_exist_may_hold_anything(mixed, which, poison):
     one = Columns(jnp.asarray(run.tokens[:, :1]), jnp.ones((4, 1), bool))
     (_, later), (_, wanted) = run.step(sick[0], one), run.step(clean[0], one)
     np.testing.assert_array_equal(later.x, wanted.x)
-
-
-def poisoned(model, token, value):
-    """The model with one token whose embedding is not a number."""
-
-    def change(decoder):
-        decoder.embedding[...] = decoder.embedding[...].at[token].set(value)
-        decoder.lm_head.kernel[...] = decoder.lm_head.kernel[...].at[:, token].set(0.0)
-
-    return changed(model, change)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])

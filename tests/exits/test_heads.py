@@ -46,9 +46,23 @@ def run(model, exits):
     return tide.generate(model, [[1, 2, 3]], max_new_tokens=9, exits=exits, exit_points=sorted(DEPTHS))
 
 
+def test_heads_of_another_model_are_refused(model, tmp_path):
+    save_heads(tmp_path / "heads", model.exits, fingerprint="this one", agreement=0.95)
+    exits = load_heads(tmp_path / "heads", **MODEL)
+    other = tide.Model(model.graphdef, model.params, exits=exits, fingerprint="another one")
+    with pytest.raises(tide.InputError, match="'this one', this one has 'another one'"):
+        tide.Engine(other, exit_points=(7,))
+    tide.Engine(other)  # which uses none of them
+    wide = tiny_model(hidden_size=30, num_layers=12)
+    borrowed = tide.Model(wide.graphdef, wide.params, exits=model.exits)
+    with pytest.raises(tide.InputError, match=r"depth 7 takes states of width \[24\], this model has width 30"):
+        tide.Engine(borrowed, exit_points=(7,), verify=tide.Verify(4))
+
+
 def test_heads_that_were_read_drive_a_run(model, tmp_path):
     save_heads(tmp_path / "heads", model.exits, fingerprint="this one", agreement=0.95)
-    read = tide.Model(model.graphdef, model.params, exits=load_heads(tmp_path / "heads", **MODEL))
+    exits = load_heads(tmp_path / "heads", **MODEL)
+    read = tide.Model(model.graphdef, model.params, exits=exits, fingerprint="this one")
     for exits in (tide.RouterExit(), tide.FixedDepth(7)):
         one, other = (run(m, exits) for m in (model, read))
         assert one.tokens.tolist() == other.tokens.tolist()

@@ -13,6 +13,7 @@ class Explicit:
     """`ProjectKV` without the promise that lets a step skip the selects of K/V rows."""
 
     rows_follow_state = False
+    defers = False
 
     def fill(self, index, layer, x, past, view, positions, valid):
         assert past.k.shape[1] == 2 and 0 <= index < 6

@@ -45,6 +45,16 @@ def changed(model: tide.Model, change: Callable[[Decoder], None]) -> tide.Model:
     return tide.Model.from_decoder(decoder, exits=model.exits)
 
 
+def poisoned(model: tide.Model, token: int, value: float) -> tide.Model:
+    """The model with one token whose embedding is not a number, and which no other token leads to."""
+
+    def change(decoder):
+        decoder.embedding[...] = decoder.embedding[...].at[token].set(value)
+        decoder.lm_head.kernel[...] = decoder.lm_head.kernel[...].at[:, token].set(0.0)
+
+    return changed(model, change)
+
+
 def cast(model: tide.Model, dtype) -> tide.Model:
     """The same model with its weights, states and caches in another dtype."""
     return tide.Model(model.graphdef, jax.tree.map(lambda a: a.astype(dtype), model.params), exits=model.exits)

@@ -69,7 +69,7 @@ def check_heads(model: Model, points: Sequence[int]) -> None:
         InputError: heads of another model, or of another width.
     """
     exits = model.exits
-    if exits is None:
+    if exits is None or not points:
         return
     if exits.fingerprint not in (None, model.fingerprint):
         raise InputError(
@@ -295,12 +295,14 @@ class Engine:
         layers, heads = (now - then for now, then in zip(self._executed(state), before, strict=True))
         predicted = times.seconds(layers, heads)
         self.timings.predicted += float(predicted.sum())
+        times = times.corrected(predicted, seconds)
+        self._step_times = {**self._step_times, batch: times}
         control = state.rounds.control
         if control is None:
             return state
-        times = times.corrected(predicted, seconds)
-        self._step_times = {**self._step_times, batch: times}
-        control = control._replace(layer=jnp.asarray(times.layer, jnp.float32), head=jnp.asarray(times.head, jnp.float32))
+        control = control._replace(
+            layer=jnp.asarray(times.layer, jnp.float32), head=jnp.asarray(times.head, jnp.float32)
+        )
         return dataclasses.replace(state, rounds=state.rounds._replace(control=control))
 
     def _call(self, function: Callable, state: DecodeState, *args) -> tuple[DecodeState, float]:

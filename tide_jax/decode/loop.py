@@ -100,13 +100,14 @@ def _count_round(state: DecodeState) -> DecodeState:
 
 
 def _choose_width(decoder: Decoder, plan: Plan, state: DecodeState, proposal: Proposal | None) -> DecodeState:
-    room = jnp.maximum(state.limit - 2 - state.length, 0)
+    left = jnp.where(state.live, state.limit - 1 - state.length, 0)
+    room = jnp.maximum(left - 1, 0)
     width = best_width(
         state.rounds.control,
         plan.rounds.bodies,
         decoder.config.num_layers,
         room if proposal is None else jnp.minimum(proposal.count, room),
-        state.live,
+        left,
         drafting_costs=proposal is None,
     )
     return dataclasses.replace(state, rounds=state.rounds._replace(width=jnp.full_like(state.rounds.width, width)))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 from tide_jax.exits.remainders import WIDEST
 from tide_jax.models import KV, DecoderConfig
 
-SLACK = WIDEST  # slots past a row's last token, where the masked columns of the widest pass may write
+SLACK = 2 * WIDEST  # slots past a row's last token, where masked columns may write: as many again after those skipped
 
 
 class Tally(NamedTuple):

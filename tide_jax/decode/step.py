@@ -27,7 +27,8 @@ class Columns(NamedTuple):
     Attributes:
         tokens: token ids.
         valid: columns that exist; in each row they come first.
-        start: layers that a column has run already, its K/V rows below being in the cache; None: none has.
+        start: layers that a column has run already, its K/V rows below being in the cache; None: none has. Exit points
+            or L, and never more than that of the column before it.
         x: the states of the columns after `start` layers; None with `start`.
         cap: layers above which the K/V of earlier columns are not the model's own, L where all are; None: all are.
             A remainder that defers makes a column leave there whatever its score.
@@ -63,7 +64,6 @@ def step(
     batch, width = cols.tokens.shape
     num_layers = decoder.config.num_layers
     positions = state.length[:, None] + jnp.arange(width)
-    view = decoder.view(positions, cols.valid, (state.slots >= 0) & (state.slots < state.length[:, None]))
     start = jnp.zeros((batch, width), jnp.int32) if cols.start is None else cols.start
     x = decoder.embed(cols.tokens)
     if cols.start is not None:
@@ -74,17 +74,24 @@ def step(
     sure = jnp.ones((batch, width), bool)
     out = held = x
     rows: list[KV] = []
+    skips: list[Int[Array, " batch"]] = []
     segments_run = state.segments_run
     edges = (0, *plan.points, num_layers)
     for segment, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
-        run = _Segment(decoder, plan.remainder, state, view, positions, cols, first, last)
+        done = cols.valid & (start >= last)
+        skip = done.sum(axis=1, dtype=jnp.int32)
+        view = decoder.view(
+            positions, cols.valid & ~done, (state.slots >= 0) & (state.slots < (state.length + skip)[:, None])
+        )
+        run = _Segment(decoder, plan.remainder, state.caches, view, positions, cols.valid & ~done, first, last)
         if first == 0 and cols.start is None:
             needed = jnp.bool_(True)
             x, made = run.layers(x, running)
         else:
-            needed = jnp.any(running & (start < last))
-            x, made = jax.lax.cond(needed, run.layers, run.fill, x, running)
+            needed = jnp.any(running & ~done)
+            x, made = jax.lax.cond(needed, run.layers, run.fill, x, running & ~done)
         rows.extend(made)
+        skips.extend([skip] * len(made))
         segments_run = segments_run.at[segment].add(needed.astype(jnp.int32))
         if last != num_layers:
             head = heads.get(last, ExitHead())
@@ -99,7 +106,9 @@ def step(
             out = jnp.where(leaves[..., None], left, out)
     out = jnp.where(running[..., None], x, out)
     held = jnp.where((running & (cap == num_layers))[..., None], x, held)
-    state = _write(state, rows, positions, cols.valid, jnp.isfinite(x).all(axis=-1))
+    if cols.start is None:
+        skips = []
+    state = _write(state, rows, skips, positions, cols.valid, jnp.isfinite(x).all(axis=-1))
     broken = (~jnp.isfinite(out).all(axis=-1) & cols.valid).any(axis=1)
     state = dataclasses.replace(state, segments_run=segments_run, flagged=state.flagged | broken)
     return state, StepResult(out, depth, held, sure)
@@ -110,21 +119,20 @@ class _Segment(NamedTuple):
 
     decoder: Decoder
     remainder: Remainder
-    state: DecodeState
+    caches: tuple[KV, ...]
     view: Attendable
     positions: jax.Array
-    cols: Columns
+    valid: jax.Array
     first: int
     last: int
 
-    def layers(self, x: jax.Array, running: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
-        """The segment is run: each column keeps what its layer made, what it had, or what stands in for the layer."""
+    def layers(self, x: jax.Array, active: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
+        """The segment is run: each column keeps what its layer made, or what stands in for the layer."""
         made = []
         for index in range(self.first, self.last):
-            layer, past = self.decoder.layers[index], self.state.caches[index]
-            rows = self._cached_or(index, layer.project_kv(x, self.view))
+            layer, past = self.decoder.layers[index], self.caches[index]
+            rows = layer.project_kv(x, self.view)
             ran = layer(x, rows, past, self.view)
-            active = running if self.cols.start is None else running & (self.cols.start <= index)
             if self.remainder.rows_follow_state:
                 x = jnp.where(active[..., None], ran, x)
             else:
@@ -134,7 +142,7 @@ class _Segment(NamedTuple):
             made.append(rows)
         return x, tuple(made)
 
-    def fill(self, x: jax.Array, running: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
+    def fill(self, x: jax.Array, active: jax.Array) -> tuple[jax.Array, tuple[KV, ...]]:
         """No column needs the segment: the remainder stands in for all of it."""
         made = []
         for index in range(self.first, self.last):
@@ -143,18 +151,10 @@ class _Segment(NamedTuple):
         return x, tuple(made)
 
     def _filled(self, index: int, x: jax.Array) -> tuple[jax.Array, KV]:
-        """What the remainder leaves behind; columns that have run the layer keep their state and their rows."""
-        layer, past = self.decoder.layers[index], self.state.caches[index]
-        filled, rows = self.remainder.fill(index, layer, x, past, self.view, self.positions, self.cols.valid)
-        if self.cols.start is not None:
-            filled = jnp.where((self.cols.start > index)[..., None], x, filled)
-        return filled, self._cached_or(index, rows)
-
-    def _cached_or(self, index: int, rows: KV) -> KV:
-        """The given rows, except of columns that have run the layer: theirs are in the cache."""
-        if self.cols.start is None:
-            return rows
-        return _keep(self.cols.start > index, _read(self.state.caches[index], self.state.length, rows.k.shape[2]), rows)
+        """What the remainder leaves behind of one layer; columns that have run it already keep their state."""
+        layer, past = self.decoder.layers[index], self.caches[index]
+        filled, rows = self.remainder.fill(index, layer, x, past, self.view, self.positions, self.valid)
+        return jnp.where(self.valid[..., None], filled, x), rows
 
 
 def _keep(mask: Bool[Array, "batch cols"], yes: KV, no: KV) -> KV:
@@ -163,18 +163,10 @@ def _keep(mask: Bool[Array, "batch cols"], yes: KV, no: KV) -> KV:
     return KV(jnp.where(chosen, yes.k, no.k), jnp.where(chosen, yes.v, no.v))
 
 
-def _read(cache: KV, slot: Int[Array, " batch"], width: int) -> KV:
-    """The rows that a cache holds at `width` slots from each row's own `slot` on."""
-
-    def one(cache: jax.Array, slot: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(cache, slot, width, axis=1)
-
-    return KV(jax.vmap(one)(cache.k, slot), jax.vmap(one)(cache.v, slot))
-
-
 def _write(
     state: DecodeState,
     rows: list[KV],
+    skips: list[Int[Array, " batch"]],
     positions: Int[Array, "batch cols"],
     valid: Bool[Array, "batch cols"],
     sound: Bool[Array, "batch cols"],
@@ -192,11 +184,15 @@ def _write(
         return jax.vmap(lambda t, u, s: jax.lax.dynamic_update_slice_in_dim(t, u, s, axis=axis))(target, update, slot)
 
     caches, broken = [], ~sound
-    for cache, new in zip(state.caches, rows, strict=True):
+    for layer, (cache, new) in enumerate(zip(state.caches, rows, strict=True)):
         finite = sound & jnp.isfinite(new.k).all(axis=(1, 3)) & jnp.isfinite(new.v).all(axis=(1, 3))
         broken = broken | ~finite
         new = _keep(finite, new, KV(jnp.zeros_like(new.k), jnp.zeros_like(new.v)))
-        caches.append(KV(place(cache.k, new.k, slot, 1), place(cache.v, new.v, slot, 1)))
+        into = slot
+        if skips:
+            into = slot + skips[layer]
+            new = _after(new, skips[layer])
+        caches.append(KV(place(cache.k, new.k, into, 1), place(cache.v, new.v, into, 1)))
     return dataclasses.replace(
         state,
         caches=tuple(caches),
@@ -204,3 +200,10 @@ def _write(
         length=state.length + valid.sum(axis=1, dtype=jnp.int32),
         flagged=state.flagged | (broken & valid).any(axis=1),
     )
+
+
+def _after(rows: KV, skip: Int[Array, " batch"]) -> KV:
+    """The rows of each row's columns from `skip` on; what is before comes last."""
+    order = (jnp.arange(rows.k.shape[2]) + skip[:, None]) % rows.k.shape[2]
+    index = order[:, None, :, None]
+    return KV(jnp.take_along_axis(rows.k, index, axis=2), jnp.take_along_axis(rows.v, index, axis=2))
