@@ -3,8 +3,9 @@
     python benchmarks/verified.py [--json] [--model demo_out/smollm2] [--rounds 3]
 
 Float32, greedy; only decode steps are counted. Every prompt is run by every variant of its group before the next, and a
-group's ratio is that of the medians, over rounds, of its seconds. `copy_heavy_w4` has the width fixed at 4; `copy_heavy`,
-`groups` and `batch8` leave it to the controller, after `tide-jax warmup`. The exit drafts are fixed at 4 columns.
+group's ratio is that of the medians, over rounds, of its seconds. `copy_heavy_w4` has the width fixed at 4;
+`copy_heavy`, `groups` and `batch8` leave it to the controller, after `tide-jax warmup`. The exit drafts are fixed at 4
+columns.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import harness
 import prompts as texts
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,7 +69,9 @@ def main() -> None:
     runs: dict[tuple[str, str], Runs] = {}
     for round_ in range(options.rounds + 1):  # the first compiles, and is thrown away
         for number, (group, rows, names) in enumerate(jobs):
-            print(f"\rround {round_}/{options.rounds} job {number + 1}/{len(jobs)} {group:<14}", end="", file=sys.stderr)
+            print(
+                f"\rround {round_}/{options.rounds} job {number + 1}/{len(jobs)} {group:<14}", end="", file=sys.stderr
+            )
             tokens = None
             for name in names:
                 new = 4 if not round_ else options.new
@@ -154,26 +158,16 @@ class Runs:
         summary = {"tokens": decoded, "tokens_per_second": decoded / self.seconds, "differing": self.differing}
         if last[0]["drafts"] is None:
             return summary
-        drafts = [one["drafts"] for one in last]
-        proposed, accepted = (
-            [sum(column) for column in zip(*(getattr(one, name) for one in drafts), strict=True)]
-            for name in ("proposed", "accepted")
-        )
-        passes = {width: sum(one.passes[width] for one in drafts) for width in drafts[0].passes}
-        predicted = statistics.median(
-            sum(one["predicted"] for one in some) for some in self.outcomes.values()
-        )
+        from tide_jax.decode import Drafts
+
+        drafts = Drafts.total([one["drafts"] for one in last])
+        passes = sum(drafts.passes.values())
+        predicted = statistics.median(sum(one["predicted"] for one in some) for some in self.outcomes.values())
         return {
             **summary,
             "predicted_tokens_per_second": decoded / predicted,
-            "proposed": proposed,
-            "accepted": accepted,
-            "acceptance_rate": sum(accepted) / max(sum(proposed), 1),
-            "corrected": sum(one.corrected for one in drafts),
-            "passes": passes,
-            "share_of_passes": {width: count / sum(passes.values()) for width, count in passes.items()},
-            "draft_layers": sum(one.draft_layers for one in drafts),
-            "settle_layers": sum(one.settle_layers for one in drafts),
+            **drafts.facts(),
+            "share_of_passes": {width: count / passes for width, count in drafts.passes.items()},
         }
 
 

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.exact import ties
 from support.memory import peak_anonymous
 from support.tiny import Scripted, counted_layers, with_script
 
@@ -124,6 +125,56 @@ def test_the_device_runs_the_layers_it_reports(smollm2, chats, monkeypatch):
         assert len(calls) == depths.sum()
         assert int(np.dot(np.diff((0, *points, 30)), state.segments_run)) == depths.sum()
         assert set(depths) == ({rule.layers} if isinstance(rule, tide.FixedDepth) else {8, 16, 24, 30})
+
+
+MORE = [
+    "Repeat the following sentence three times: the quick brown fox jumps over the lazy dog.",
+    "Count from one to twenty in words.",
+    "Write a limerick about a cat.",
+    "Translate to French: good morning, my friend.",
+    "List the planets of the solar system.",
+    "Write a shell command that finds large files.",
+    "Why do leaves change colour in autumn?",
+    "What is 17 times 23? Show the steps.",
+    "Write the alphabet, one letter per line.",
+    "Name three rivers in Europe and one fact about each.",
+]
+POINTS = (8, 16, 24)
+DRAFTS = {
+    "ngram": dict(propose=tide.Ngram(), verify=tide.Verify(8)),
+    "fixed": dict(exits=tide.FixedDepth(24), exit_points=[24], verify=tide.Verify(4)),
+    "deferred": dict(exits=Scripted(), exit_points=POINTS, verify=tide.Verify(4)),
+    "project": dict(exits=Scripted(), exit_points=POINTS, verify=tide.Verify(4), remainder=tide.ProjectKV()),
+}
+
+
+@pytest.fixture(scope="module")
+def twenty(smollm2, chats, greedy):
+    """Twenty prompts, and what the plain loop says to each."""
+    more = [smollm2.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in MORE]
+    rest = tide.generate(smollm2, more, max_new_tokens=NEW, stop=[])
+    return [*chats, *more], [*greedy.tokens.tolist(), *rest.tokens.tolist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", list(DRAFTS))
+def test_verified_tokens_are_those_of_the_plain_loop(smollm2, twenty, draft):
+    prompts, wanted = twenty
+    random = np.random.default_rng(0)
+    model = smollm2
+    if "exits" in DRAFTS[draft] and isinstance(DRAFTS[draft]["exits"], Scripted):
+        model = with_script(smollm2, {depth: random.integers(0, 2, 256) for depth in POINTS})
+    tied, drafts = 0, []
+    for begin in (0, 10):
+        rows = slice(begin, begin + 10)
+        out = tide.generate(model, prompts[rows], max_new_tokens=NEW, stop=[], **DRAFTS[draft])
+        drafts.append(out.stats.drafts)
+        for prompt, got, row in zip(prompts[rows], out.tokens.tolist(), wanted[rows], strict=True):
+            tied += ties(smollm2, prompt, got, row)
+    total = tide.decode.Drafts.total(drafts)
+    assert tied <= 1
+    assert sum(total.proposed) > 100 and total.acceptance_rate > 0
+    assert total.tokens == 20 * (NEW - 1)
 
 
 RUN = """

@@ -13,7 +13,16 @@ __all__ = [
 # Imported when first asked for, so that the command line answers --help without waiting for jax.
 _HOMES = {
     "tide_jax.decode": (
-        "Engine", "Ngram", "Output", "Report", "Sampling", "Verify", "Yardstick", "compare", "generate", "warmup",
+        "Engine",
+        "Ngram",
+        "Output",
+        "Report",
+        "Sampling",
+        "Verify",
+        "Yardstick",
+        "compare",
+        "generate",
+        "warmup",
     ),
     "tide_jax.exits": ("Deferred", "FixedDepth", "Never", "ProjectKV", "RouterExit"),
     "tide_jax.model": ("Model", "load"),

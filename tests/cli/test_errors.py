@@ -19,7 +19,7 @@ def check(code: int, out: str, err: str, *words: str) -> None:
     assert all(word in flat for word in words), flat
 
 
-@pytest.mark.parametrize("verb", ["inspect", "generate", "compare", "calibrate"])
+@pytest.mark.parametrize("verb", ["inspect", "generate", "compare", "calibrate", "warmup"])
 @pytest.mark.parametrize("made", [False, True])
 def test_a_directory_that_is_no_converted_model(tide, tmp_path, verb, made):
     directory = tmp_path / "nothing"
@@ -176,3 +176,27 @@ def test_a_reader_that_leaves_early_is_no_error(tide_process, tiny_dir):
     with os.fdopen(write, "w") as gone:
         done = tide_process("inspect", tiny_dir, stdout=gone)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--verify", "9", "--propose", "ngram"], ["9", "between 1 and 8"]),
+        (["--verify", "x", "--propose", "ngram"], ["'x'", "1 to 8, or auto"]),
+        (["--verify", "4"], ["needs a draft"]),
+        (["--propose", "ngram"], ["must be verified"]),
+        (["--propose", "ngram", "--verify", "4", "--exits", "fixed:2"], ["would draft"]),
+        (["--remainder", "deferred:9", "--exits", "fixed:2"], ["9", "between 1 and 8"]),
+        (["--remainder", "deferred:", "--exits", "fixed:2"], ["'deferred:'"]),
+        (["--remainder", "river", "--exits", "fixed:2"], ["'river'", "deferred:N"]),
+        (["--remainder", "deferred:8", "--exits", "fixed:2", "--verify", "4"], ["different widths"]),
+        (["--propose", "ngram", "--verify", "auto"], ["tide-jax warmup"]),
+    ],
+)
+def test_drafts_that_are_not_clear(tide, tiny_dir, args, words):
+    check(*tide("generate", tiny_dir, "--prompt", "a", *args), *words)
+
+
+def test_batch_sizes_that_are_none(tide, tiny_dir):
+    check(*tide("warmup", tiny_dir, "--batches", "1,x"), "'1,x'", "1,8")
+    check(*tide("warmup", tiny_dir, "--batches", "0"), "batch sizes of 1 or more")

@@ -198,3 +198,66 @@ def test_convert_then_inspect_the_real_model(tide_json, smollm2_gguf, tmp_path):
     assert made["seconds"] > 0
     seen = tide_json("inspect", tmp_path / "smollm2")
     assert {**seen, "seconds": made["seconds"]} == made
+
+
+@pytest.mark.parametrize(
+    ("draft", "width"),
+    [
+        (("--propose", "ngram"), 4),
+        (("--exits", "fixed:4"), 3),
+        (("--exits", "router:0.4", "--remainder", "project"), 4),
+    ],
+)
+def test_verified_generation_says_what_the_full_model_says(tide_json, calibrated_dir, draft, width):
+    args = ("generate", calibrated_dir, "--prompt", "abcabc", "--max-new-tokens", 12)
+    plain = tide_json(*args)
+    data = tide_json(*args, *draft, "--verify", width)
+    assert plain["drafts"] is None and data["tokens"] == plain["tokens"] and data["text"] == plain["text"]
+    drafts = data["drafts"]
+    assert drafts["tokens"] == len(data["tokens"]) - 1 == pytest.approx(drafts["tokens_per_round"] * drafts["rounds"])
+    assert sum(drafts["proposed"]) == sum(drafts["accepted"]) == 0 or 0 <= drafts["acceptance_rate"] <= 1
+    assert drafts["draft_layers"] + drafts["settle_layers"] == data["executed_layers"]
+
+
+def test_deferred_exits_report_their_depths_and_passes(tide, tide_json, calibrated_dir):
+    args = ("generate", calibrated_dir, "--prompt", "abcabc", "--max-new-tokens", 9, "--exits", "fixed:4")
+    data = tide_json(*args, "--remainder", "deferred:4")  # the row ends before its second queue is full
+    assert data["exit_depths"] == [6, *[4] * 8] and data["drafts"]["passes"] == {"1": 8, "4": 1, "8": 0}
+    _, _, err = tide(*args, "--remainder", "deferred:4")
+    assert "passes by columns: 1: 89 %, 4: 11 %, 8: 0 %" in err
+    _, _, err = tide(*args, "--verify", 4)
+    assert "drafted tokens accepted" in err and "tokens a round" in err
+
+
+def test_compare_verified_agrees_with_itself(tide, tide_json, calibrated_dir):
+    args = ("compare", calibrated_dir, "--prompt", "abcabc", "--max-new-tokens", 12, "--verify", 4)
+    for draft in (("--propose", "ngram"), ("--exits", "fixed:4")):
+        data = tide_json(*args, *draft)
+        assert data["agreement"] == 1 and data["texts"] == data["full_texts"] and data["kl"] < 1e-6
+        assert data["drafts"]["tokens"] > 0 and data["verify"] == "4"
+    code, out, _ = tide(*args, "--propose", "ngram")
+    assert code == 0 and "ngram, verified 4" in out and "tokens a round" in out
+
+
+def test_warmup_stores_what_verify_auto_needs(tide, tide_json, tiny_dir, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_dir, directory)
+    auto = (
+        "generate",
+        directory,
+        "--prompt",
+        "abcabc",
+        "--max-new-tokens",
+        12,
+        "--propose",
+        "ngram",
+        "--verify",
+        "auto",
+    )
+    code, _, err = tide(*auto)
+    assert code == 2 and "tide-jax warmup" in " ".join(err.split())
+    data = tide_json("warmup", directory, "--batches", 1)
+    assert list(data["seconds"]) == ["1"] and min(data["seconds"]["1"]["layer"]) > 0
+    assert tide_json(*auto)["predicted_tokens_per_second"] > 0
+    code, out, err = tide("warmup", directory, "--batches", "1,2")
+    assert code == 0 and "4 columns" in out and "step_times.json" in err

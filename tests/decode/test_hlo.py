@@ -21,7 +21,7 @@ from tide_jax.exits import Deferred, ExitHead, Projection, Router, RouterScorer
 from tide_jax.models import Decoder
 
 POINTS = (1, 2, 3)
-# A cache of 200 MB in bfloat16, more than the on-chip memory of a v5e: XLA for TPUs carries smaller ones there and back.
+# A cache of 200 MB in bfloat16, more than a v5e has memory on the chip: XLA carries smaller ones there and back.
 BATCH, SLOTS = 2, 1 << 18
 # Four layers of SmolLM2-135M, with a small vocabulary: all weights and logits are smaller than a cache,
 # so that only caches are found.
@@ -79,7 +79,12 @@ def program(dtype, points, learned, rounds=None):
     state = jax.eval_shape(lambda: start(dtype, points, rounds))
     assert state.caches[0].k.size == CACHE_ELEMENTS > max(leaf.size for leaf in jax.tree.leaves(params))
     heads = dict.fromkeys(points, head) if learned else {}
-    return functools.partial(run if rounds is None else run_rounds, graphdef, plan), (params, heads, state, array((), jnp.int32))
+    return functools.partial(run if rounds is None else run_rounds, graphdef, plan), (
+        params,
+        heads,
+        state,
+        array((), jnp.int32),
+    )
 
 
 def compiled(backend, points, learned, rounds=None):

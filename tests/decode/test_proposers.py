@@ -47,7 +47,7 @@ def run(proposer, tokens, length):
     return proposer.propose(tokens, length, None)
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (4, 5), (65, 1), (2.5, 1), (3, "2"), (3, -1)])
+@pytest.mark.parametrize("lengths", [(0, 0), (4, 5), (65, 1), (3, -1)])
 def test_lengths_that_are_none_are_refused(lengths):
     with pytest.raises(tide.InputError, match="1 ≤ shortest ≤ longest ≤ 64"):
         tide.Ngram(longest=lengths[0], shortest=lengths[1])

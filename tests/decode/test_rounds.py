@@ -120,9 +120,7 @@ def test_verified_tokens_are_those_of_the_plain_loop(model, plain, draft, batch,
 def test_exits_at_any_mixture_of_depths_are_verified(model, plain, remainder):
     """Starts go down along a row, rows differ, and some columns run all layers."""
     for seed in range(4):
-        check_every_stop(
-            scripted(model, seed), plain, 3, 4, exits=Scripted(), exit_points=POINTS, remainder=remainder
-        )
+        check_every_stop(scripted(model, seed), plain, 3, 4, exits=Scripted(), exit_points=POINTS, remainder=remainder)
 
 
 def expected(rows, width):

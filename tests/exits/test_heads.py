@@ -46,7 +46,7 @@ def run(model, exits):
     return tide.generate(model, [[1, 2, 3]], max_new_tokens=9, exits=exits, exit_points=sorted(DEPTHS))
 
 
-def test_heads_of_another_model_are_refused(model, tmp_path):
+def test_an_engine_refuses_heads_of_another_model(model, tmp_path):
     save_heads(tmp_path / "heads", model.exits, fingerprint="this one", agreement=0.95)
     exits = load_heads(tmp_path / "heads", **MODEL)
     other = tide.Model(model.graphdef, model.params, exits=exits, fingerprint="another one")

@@ -8,19 +8,23 @@ from tyro.conf import UseAppendAction, arg
 
 from tide_jax.cli import output
 from tide_jax.cli.options import (
+    EXITS_HELP,
     Directory,
     Dtype,
     ExitPoints,
-    Exits,
     Json,
     MaxNewTokens,
+    ProposeName,
     Raw,
     RemainderName,
+    VerifyWidth,
     as_prompts,
     load_model,
     parse_exit_points,
     parse_exits,
+    parse_propose,
     parse_remainder,
+    parse_verify,
     read_prompts,
 )
 from tide_jax.errors import InputError
@@ -39,14 +43,19 @@ class Compare:
 
     $ tide-jax compare smollm2 --prompt "Why is the sky blue?" --exits router
     $ tide-jax compare smollm2 --prompts questions.txt --exits fixed:24 --json
+    $ tide-jax compare smollm2 --prompts questions.txt --propose ngram --verify 4
     """
 
     model: Directory
     prompt: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT", help="A prompt.")] = ()
     prompts: Annotated[str | None, arg(metavar="FILE", help="Prompts, one a line; - reads standard input.")] = None
-    exits: Exits = "router"
+    exits: Annotated[
+        str | None, arg(metavar="RULE", help=f"{EXITS_HELP} Default: router, or what --propose names.")
+    ] = None
     exit_points: ExitPoints = None
-    remainder: RemainderName = "project"
+    remainder: RemainderName = "auto"
+    propose: ProposeName = "none"
+    verify: VerifyWidth = None
     max_new_tokens: MaxNewTokens = 64
     raw: Raw = False
     dtype: Dtype = "auto"
@@ -57,8 +66,14 @@ class Compare:
         from tide_jax.decode import compare
         from tide_jax.progress import track
 
-        rule = parse_exits(self.exits)
+        exits = self.exits or ("router" if self.propose == "none" else "never")
+        rule = parse_exits(exits)
         points = parse_exit_points(self.exit_points)
+        remainder, propose, verify = (
+            parse_remainder(self.remainder),
+            parse_propose(self.propose),
+            parse_verify(self.verify),
+        )
         texts = [*self.prompt, *read_prompts(self.prompts)]
         if not texts:
             raise InputError("compare needs a prompt. Give --prompt TEXT (as often as you like) or --prompts FILE.")
@@ -70,22 +85,32 @@ class Compare:
             prompts,
             exits=rule,
             exit_points=points,
-            remainder=parse_remainder(self.remainder),
+            remainder=remainder,
+            propose=propose,
+            verify=verify,
             max_new_tokens=self.max_new_tokens,
             progress=functools.partial(track, description="prompts"),
         )
+        name = exits if self.propose == "none" else self.propose
+        if verify is not None:
+            name += f", verified {self.verify}"
         if self.json:
-            output.emit(_facts(self.exits, texts, report))
+            output.emit(_facts(exits, self.propose, self.verify, texts, report))
             return
-        output.show(side_by_side(self.exits, report, num_layers=model.config.num_layers))
-        output.show(*answers(texts, {"full": report.full_texts, self.exits: report.texts}))
+        output.show(side_by_side(name, report, num_layers=model.config.num_layers))
+        if report.drafts is not None:
+            output.show(output.drafts_text(report.drafts))
+        output.show(*answers(texts, {"full": report.full_texts, name: report.texts}))
 
 
-def _facts(exits: str, prompts: list[str], report: "Report") -> dict[str, object]:
+def _facts(exits: str, propose: str, verify: str | None, prompts: list[str], report: "Report") -> dict[str, object]:
     """The report as JSON-ready data."""
     return {
         "exits": exits,
+        "propose": propose,
+        "verify": verify,
         **{field.name: getattr(report, field.name) for field in dataclasses.fields(report)},
+        "drafts": report.drafts and report.drafts.facts(),
         "speedup": report.tokens_per_second / report.full_tokens_per_second,
         "prompts": prompts,
         "tokens": [tokens.tolist() for tokens in report.tokens],

@@ -13,13 +13,17 @@ from tide_jax.cli.options import (
     Exits,
     Json,
     MaxNewTokens,
+    ProposeName,
     Raw,
     RemainderName,
+    VerifyWidth,
     as_prompts,
     load_model,
     parse_exit_points,
     parse_exits,
+    parse_propose,
     parse_remainder,
+    parse_verify,
 )
 
 
@@ -32,13 +36,16 @@ class Generate:
     $ tide-jax generate smollm2 --prompt "Why is the sky blue?"
     $ tide-jax generate smollm2 --prompt "Why is the sky blue?" --exits router --json
     $ tide-jax generate smollm2 --raw --prompt "The sky is" --exits fixed:24
+    $ tide-jax generate smollm2 --prompt "Repeat: to be or not to be" --propose ngram --verify 4
     """
 
     model: Directory
     prompt: Annotated[str, arg(metavar="TEXT", help="What to answer (with --raw: to continue).")]
     exits: Exits = "never"
     exit_points: ExitPoints = None
-    remainder: RemainderName = "project"
+    remainder: RemainderName = "auto"
+    propose: ProposeName = "none"
+    verify: VerifyWidth = None
     max_new_tokens: MaxNewTokens = 64
     temperature: Annotated[float, arg(metavar="T", help="0 picks the likeliest token; otherwise one is drawn.")] = 0.0
     seed: Annotated[int, arg(metavar="N", help="Of the draws.")] = 0
@@ -53,6 +60,11 @@ class Generate:
 
         rule = parse_exits(self.exits)
         points = parse_exit_points(self.exit_points)
+        remainder, propose, verify = (
+            parse_remainder(self.remainder),
+            parse_propose(self.propose),
+            parse_verify(self.verify),
+        )
         sampling = Sampling(temperature=self.temperature)
         model = load_model(self.model, self.dtype)
         prompts = as_prompts(model, [self.prompt], raw=self.raw)
@@ -63,7 +75,9 @@ class Generate:
                 max_new_tokens=self.max_new_tokens,
                 exits=rule,
                 exit_points=points,
-                remainder=parse_remainder(self.remainder),
+                remainder=remainder,
+                propose=propose,
+                verify=verify,
                 sampling=sampling,
                 seed=self.seed,
             )
@@ -84,6 +98,8 @@ class Generate:
                     "executed_segments": stats.executed_segments,
                     "executed_layers": stats.executed_layers,
                     "timings": dataclasses.asdict(stats.timings),
+                    "predicted_tokens_per_second": stats.predicted_tokens_per_second or None,
+                    "drafts": stats.drafts and stats.drafts.facts(),
                     "flagged": bool(stats.flagged),
                 }
             )
@@ -94,3 +110,5 @@ class Generate:
             f"({output.histogram_text(stats.histogram)}), {stats.tokens_per_second:.1f} tokens/s, "
             f"compiled in {stats.timings.compile:.1f} s"
         )
+        if stats.drafts is not None:
+            output.note(output.drafts_text(stats.drafts))

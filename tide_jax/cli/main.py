@@ -19,6 +19,7 @@ from tide_jax.cli.compare import Compare
 from tide_jax.cli.convert import Convert
 from tide_jax.cli.generate import Generate
 from tide_jax.cli.inspect import Inspect
+from tide_jax.cli.warmup import Warmup
 from tide_jax.errors import InputError
 
 VERBS = {
@@ -27,6 +28,7 @@ VERBS = {
     "calibrate": Calibrate,
     "generate": Generate,
     "compare": Compare,
+    "warmup": Warmup,
 }
 ABOUT = """Early-exit decoding for language models in JAX, measured against the full model.
 
@@ -34,6 +36,7 @@ $ tide-jax convert SmolLM2-135M-Instruct.gguf smollm2
 $ tide-jax calibrate smollm2 --data texts.jsonl
 $ tide-jax generate smollm2 --prompt "Why is the sky blue?" --exits router
 $ tide-jax compare smollm2 --prompt "Why is the sky blue?" --exits fixed:24
+$ tide-jax generate smollm2 --prompt "Repeat: to be or not to be" --propose ngram --verify 4
 
 `tide-jax VERB --help` explains one verb. Results go to standard output, everything else to standard error."""
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)

@@ -9,7 +9,7 @@ from tyro.conf import Positional, arg
 from tide_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from tide_jax import Model
+    from tide_jax import Model, Ngram, Verify
     from tide_jax.exits import ExitRule, Remainder
 
 Directory = Positional[Annotated[Path, arg(metavar="DST", help="Directory that `tide-jax convert` made.")]]
@@ -18,14 +18,11 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     arg(help="Of weights, states and caches. auto: as stored; on a CPU, 16-bit weights are held as float32."),
 ]
-Exits = Annotated[
-    str,
-    arg(
-        metavar="RULE",
-        help="When a token leaves: never | fixed:N (after N layers) | router (at the calibrated thresholds) "
-        "| router:T (where the router's score is above T, 0 to 1).",
-    ),
-]
+EXITS_HELP = (
+    "When a token leaves: never | fixed:N (after N layers) | router (at the calibrated thresholds) "
+    "| router:T (where the router's score is above T, 0 to 1)."
+)
+Exits = Annotated[str, arg(metavar="RULE", help=EXITS_HELP)]
 ExitPoints = Annotated[
     str | None,
     arg(
@@ -34,8 +31,27 @@ ExitPoints = Annotated[
     ),
 ]
 RemainderName = Annotated[
-    Literal["project"],
-    arg(help="What stands in for layers that are not run. project: K and V projections of the exit state."),
+    str,
+    arg(
+        metavar="NAME",
+        help="What stands in for layers that are not run. project: K and V projections of the exit state | "
+        "deferred:N: they are run later, over up to N tokens at once, and leave exact K/V | auto: project, and with "
+        "--verify deferred.",
+    ),
+]
+ProposeName = Annotated[
+    Literal["none", "ngram"],
+    arg(
+        help="What drafts instead of --exits, under --verify. ngram: what followed the last words when they last came."
+    ),
+]
+VerifyWidth = Annotated[
+    str | None,
+    arg(
+        metavar="N",
+        help="Let the full model judge every token, over up to N columns at once: the text is then its own. auto: as "
+        "many as `tide-jax warmup` and the acceptance so far say.",
+    ),
 ]
 Raw = Annotated[bool, arg(help="Take prompts as raw text; otherwise the model's chat template is applied, if any.")]
 MaxNewTokens = Annotated[int, arg(metavar="N", help="New tokens, at most.")]
@@ -80,11 +96,46 @@ def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
         ) from error
 
 
-def parse_remainder(name: str) -> "Remainder":
-    """The remainder of that name."""
-    from tide_jax.exits import ProjectKV
+def parse_remainder(text: str) -> "Remainder | None":
+    """The remainder that `--remainder` names; None: the default.
 
-    return {"project": ProjectKV()}[name]
+    Raises:
+        InputError: it is not one of the forms.
+    """
+    from tide_jax.exits import Deferred, ProjectKV
+
+    name, given, value = text.partition(":")
+    if text == "auto":
+        return None
+    if text == "project":
+        return ProjectKV()
+    if name == "deferred" and (not given or value.isdecimal()):
+        return Deferred(int(value)) if given else Deferred()
+    raise InputError(
+        f"--remainder {text!r} is not a remainder. Write auto, project, or deferred:N with 1 to 8 columns."
+    )
+
+
+def parse_propose(name: str) -> "Ngram | None":
+    """The proposer of that name."""
+    from tide_jax.decode import Ngram
+
+    return {"none": None, "ngram": Ngram()}[name]
+
+
+def parse_verify(text: str | None) -> "Verify | None":
+    """What `--verify` asks for.
+
+    Raises:
+        InputError: it is not one of the forms.
+    """
+    from tide_jax.decode import Verify
+
+    if text is None:
+        return None
+    if text != "auto" and not text.isdecimal():
+        raise InputError(f"--verify {text!r} is not a number of columns. Write 1 to 8, or auto.")
+    return Verify("auto" if text == "auto" else int(text))
 
 
 def load_model(directory: Path, dtype: str = "auto", *, exits: bool = True) -> "Model":

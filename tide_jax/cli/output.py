@@ -6,6 +6,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tide_jax.decode import Drafts
 
 Jsonable = object
 
@@ -61,3 +65,15 @@ def histogram_text(histogram: Mapping[int, int]) -> str:
     """
     total = sum(histogram.values()) or 1
     return ", ".join(f"{depth}: {count / total:.0%}".replace("%", " %") for depth, count in sorted(histogram.items()))
+
+
+def drafts_text(drafts: "Drafts") -> str:
+    """What drafting and settling did, in one line."""
+    passes = sum(drafts.passes.values()) or 1
+    shares = ", ".join(f"{width}: {count / passes:.0%}".replace("%", " %") for width, count in drafts.passes.items())
+    said = ""
+    if sum(drafts.proposed):
+        said = (
+            f"{sum(drafts.accepted)} of {sum(drafts.proposed)} drafted tokens accepted, {drafts.corrected} corrected; "
+        )
+    return f"{said}{drafts.tokens_per_round:.2f} tokens a round; passes by columns: {shares}"

@@ -15,10 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tide_jax.decode.generate import check_capacity, collect, engine_for, resolve_stops
+from tide_jax.decode.generate import Drafts, check_capacity, collect, engine_for, resolve_stops
 from tide_jax.decode.prompts import Prompts, encode_prompts
+from tide_jax.decode.proposers import Proposer
+from tide_jax.decode.verify import Verify
 from tide_jax.errors import InputError
-from tide_jax.exits import ExitRule, Never, ProjectKV, Remainder
+from tide_jax.exits import ExitRule, Never, Remainder
 from tide_jax.model import Model
 
 NOTHING = "every trajectory ended at its first token: nothing can be compared. Use other prompts."
@@ -43,6 +45,7 @@ class Report:
         histogram: tokens by depth in the free run.
         tokens_per_second: decode speed of the free run; `full_tokens_per_second` of the full model, same program.
         full_tokens_per_second: see above.
+        drafts: what drafting and settling did in the free run, all prompts; None where nothing was drafted.
         texts: free-run text of each prompt.
         full_texts: the full model's text of each prompt.
         tokens: free-run token ids of each prompt.
@@ -61,6 +64,7 @@ class Report:
     histogram: dict[int, int]
     tokens_per_second: float
     full_tokens_per_second: float
+    drafts: Drafts | None
     texts: list[str]
     full_texts: list[str]
     tokens: list[np.ndarray] = dataclasses.field(repr=False)
@@ -78,6 +82,7 @@ class _Run:
         states: final states that `choices` came from.
         text: `tokens` decoded.
         speed: decode tokens per second; 0 where no token was decoded.
+        drafts: what drafting and settling did in the whole batch, with the first row of it; None with the others.
     """
 
     tokens: Int[np.ndarray, " new"]
@@ -86,19 +91,23 @@ class _Run:
     states: Float[np.ndarray, "new embed"]
     text: str
     speed: float
+    drafts: Drafts | None
 
 
 class Yardstick:
     """The full model's greedy trajectories on some prompts, against which any number of rules are measured.
 
-    All rules run on one compiled program, so their speeds can be compared.
+    All rules run on one compiled program, so their speeds can be compared. Where tokens are drafted and settled, the
+    full model runs on the plain loop.
 
     Args:
         model: a loaded model.
         prompts: as for `generate`.
         rule: a rule that needs the scorer of the program.
         exit_points: every depth that any of the rules will use.
-        remainder: stands in for the layers that are not run.
+        remainder: as for `generate`.
+        propose: as for `generate`.
+        verify: as for `generate`; agreement is then 1 but for ties of the full model's two best tokens.
         max_new_tokens: length of the trajectories, at least 2.
         stop: as for `generate`.
         batch: prompts per batch. Choices do not depend on it; speeds do, and 1 is what one user feels.
@@ -112,7 +121,9 @@ class Yardstick:
         *,
         rule: ExitRule,
         exit_points: Sequence[int] | None = None,
-        remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
+        remainder: Remainder | None = None,
+        propose: Proposer | None = None,
+        verify: Verify | None = None,
         max_new_tokens: int = 64,
         stop: Sequence[int] | None = None,
         batch: int = 1,
@@ -129,11 +140,23 @@ class Yardstick:
         self._new = max_new_tokens
         self._stops = resolve_stops(model, stop)
         self._engine = functools.partial(
-            engine_for, model, exits=rule, exit_points=exit_points, remainder=remainder, record_states=True
+            engine_for,
+            model,
+            exits=rule,
+            exit_points=exit_points,
+            remainder=remainder,
+            propose=propose,
+            verify=verify,
+            record_states=True,
         )
-        self._engine().thresholds(rule, 1)  # refuses a rule that these points cannot serve before anything is compiled
-        self._run(self._batches[0], Never(), steps=1)  # compile, and touch every page once
-        self._full = [self._run(rows, Never()) for rows in progress(self._batches)]
+        engine = self._engine()
+        engine.thresholds(rule, 1)  # refuses a rule that these points cannot serve before anything is compiled
+        self._full_engine = self._engine
+        if engine.plan.rounds is not None:
+            self._full_engine = functools.partial(engine_for, model, exits=None, record_states=True)
+            self._run(self._batches[0], rule, warm=True)
+        self._run(self._batches[0], None, warm=True)
+        self._full = [self._run(rows, None) for rows in progress(self._batches)]
 
     def agreement(self, rule: ExitRule, *, progress: Callable = iter) -> dict[str, float]:
         """Agreement, positions and mean depth on the full model's trajectory alone, without a free run."""
@@ -158,16 +181,21 @@ class Yardstick:
     def _run(
         self,
         rows: list[list[int]],
-        rule: ExitRule,
+        rule: ExitRule | None,
         trajectories: list[np.ndarray] | None = None,
         *,
-        steps: int | None = None,
+        warm: bool = False,
     ) -> list[_Run]:
-        """Run a batch freely, or along given trajectories; to its end, or for some steps."""
-        engine = self._engine()
+        """Run a batch freely, or along given trajectories, by a rule, or the full model where it is None.
+
+        `warm` stops after a step: by then everything is compiled, and every page has been touched.
+        """
+        engine = self._full_engine() if rule is None else self._engine()
         wanted = [self._new] * len(rows) if trajectories is None else [len(tokens) for tokens in trajectories]
-        state = engine.start(rows, rule=rule, max_new_tokens=wanted, stops=self._stops, continuations=trajectories)
-        state = engine.run(state, self._new if steps is None else steps)
+        state = engine.start(
+            rows, rule=rule or Never(), max_new_tokens=wanted, stops=self._stops, continuations=trajectories
+        )
+        state = engine.run(state, 1) if warm else engine.finish(state)
         output = collect(engine, state, [len(row) for row in rows], self._new)
         choices, states = np.asarray(state.choices), np.asarray(state.states)
         runs = []
@@ -181,6 +209,7 @@ class Yardstick:
                     states=states[index, new],
                     text=output.text[index],
                     speed=output.stats.tokens_per_second,
+                    drafts=output.stats.drafts if index == 0 else None,
                 )
             )
         return runs
@@ -207,6 +236,7 @@ class Yardstick:
             histogram={int(depth): int(count) for depth, count in zip(values, counts, strict=True)},
             tokens_per_second=_speed(free),
             full_tokens_per_second=_speed(full),
+            drafts=Drafts.total(drafts) if (drafts := [run.drafts for run in free if run.drafts]) else None,
             texts=[run.text for run in free],
             full_texts=[run.text for run in full],
             tokens=[run.tokens for run in free],
@@ -229,7 +259,9 @@ def compare(
     *,
     exits: ExitRule | None,
     exit_points: Sequence[int] | None = None,
-    remainder: Remainder = ProjectKV(),  # noqa: B008 - frozen
+    remainder: Remainder | None = None,
+    propose: Proposer | None = None,
+    verify: Verify | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[int] | None = None,
     progress: Callable = iter,
@@ -253,6 +285,8 @@ def compare(
         rule=exits,
         exit_points=exit_points,
         remainder=remainder,
+        propose=propose,
+        verify=verify,
         max_new_tokens=max_new_tokens,
         stop=stop,
         progress=progress,

@@ -41,8 +41,8 @@ class StepTimes:
         head: of final norm and LM head.
     """
 
-    layer: tuple[float, float, float]
-    head: tuple[float, float, float]
+    layer: tuple[float, ...]
+    head: tuple[float, ...]
 
     def __post_init__(self):
         if not all(len(row) == len(WIDTHS) and min(row) > 0 for row in (self.layer, self.head)):
@@ -69,7 +69,7 @@ class StepTimes:
         )
 
 
-def new_control(times: StepTimes, batch: int, draft_layers: float) -> Control:
+def new_control(times: StepTimes, batch: int, draft_layers: int | float) -> Control:
     """Nothing observed yet."""
     return Control(
         layer=jnp.asarray(times.layer, jnp.float32),
@@ -176,7 +176,7 @@ def read_step_times(directory: Path | None, dtype: str) -> dict[int, StepTimes]:
     if path is None or not path.exists():
         return {}
     return {
-        entry["batch"]: StepTimes(layer=tuple(entry["layer"]), head=tuple(entry["head"]))
+        entry["batch"]: _times(entry)
         for entry in _entries(path)
         if (entry["device"], entry["dtype"]) == (device_name(), dtype)
     }
@@ -188,13 +188,17 @@ def _entries(path: Path) -> list[dict]:
         if data["format"] != FORMAT or tuple(data["widths"]) != WIDTHS:
             raise ValueError(f"format {data['format']!r}, widths {data['widths']}")
         for entry in data["entries"]:
-            StepTimes(layer=tuple(entry["layer"]), head=tuple(entry["head"]))
+            _times(entry)
             entry["device"], entry["dtype"], entry["batch"]
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise InputError(
             f"{path} cannot be read as step times ({error}). Run `tide-jax warmup` again, or remove the file."
         ) from error
     return data["entries"]
+
+
+def _times(entry: Mapping) -> StepTimes:
+    return StepTimes(layer=tuple(map(float, entry["layer"])), head=tuple(map(float, entry["head"])))
 
 
 def at_batch(tables: Mapping[int, StepTimes], batch: int) -> StepTimes:

@@ -26,24 +26,53 @@ class Drafts:
         proposed: drafted tokens by their place in the draft (index 0: the first after the row's last token).
         accepted: those of them that the full model would have emitted too.
         corrected: drafted tokens that the full model replaced by its own.
+        rounds: rounds, summed over rows.
+        tokens: tokens that they yielded.
         passes: executed passes by columns per row; those of more than 1 are settling passes of the full model.
         draft_layers: layers run by passes of one column, summed.
         settle_layers: layers run by settling passes, summed.
-        tokens_per_round: tokens that a row gains in a round, on average.
     """
 
     proposed: list[int]
     accepted: list[int]
     corrected: int
+    rounds: int
+    tokens: int
     passes: dict[int, int]
     draft_layers: int
     settle_layers: int
-    tokens_per_round: float
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted tokens by proposed ones; NaN where nothing was proposed."""
         return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else float("nan")
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a row gains in a round; NaN without rounds."""
+        return self.tokens / self.rounds if self.rounds else float("nan")
+
+    @classmethod
+    def total(cls, several: Sequence["Drafts"]) -> "Drafts":
+        """The sum of several runs."""
+        return cls(
+            **{
+                field.name: sum(getattr(one, field.name) for one in several)
+                for field in dataclasses.fields(cls)
+                if field.type == "int" or field.type is int
+            },
+            proposed=[sum(column) for column in zip(*(one.proposed for one in several), strict=True)],
+            accepted=[sum(column) for column in zip(*(one.accepted for one in several), strict=True)],
+            passes={width: sum(one.passes[width] for one in several) for width in WIDTHS},
+        )
+
+    def facts(self) -> dict[str, object]:
+        """Everything as JSON-ready data."""
+        return {
+            **dataclasses.asdict(self),
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_round": self.tokens_per_round,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,5 +341,6 @@ def _drafts(engine: Engine, state: DecodeState, decoded: int) -> Drafts:
         passes=dict(zip(WIDTHS, tally.passes.tolist(), strict=True)),
         draft_layers=int(np.dot(lengths, np.asarray(state.segments_run))),
         settle_layers=int((tally.settled_segments @ lengths).sum()),
-        tokens_per_round=decoded / max(int(tally.rounds.sum()), 1),
+        rounds=int(tally.rounds.sum()),
+        tokens=decoded,
     )

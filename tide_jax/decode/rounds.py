@@ -141,9 +141,7 @@ def draft(
     return _counted(state, 0, speaks.any()), queue
 
 
-def settle(
-    decoder: Decoder, plan: Plan, width: int, state: DecodeState, queue: Queue
-) -> tuple[DecodeState, Queue]:
+def settle(decoder: Decoder, plan: Plan, width: int, state: DecodeState, queue: Queue) -> tuple[DecodeState, Queue]:
     """Run the layers that the waiting columns did not run, all columns at once, and empty the queue."""
     cols = jnp.arange(width)
     valid = cols < queue.count[:, None]

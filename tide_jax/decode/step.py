@@ -1,9 +1,9 @@
 """One step: T columns per row through the layers they need, each row at its own positions.
 
-Prefill, decode, drafting and the settling of deferred columns are this one function with other columns. Two rules give it
-its shape. A conditional never returns a cache: branches hand back the few new K/V rows, which are written afterwards,
-in place. And whether a segment runs is one scalar for the whole batch, but what a token keeps is decided per layer, so
-that a row's text does not depend on its neighbours.
+Prefill, decode, drafting and the settling of deferred columns are this one function with other columns. Two rules give
+it its shape. A conditional never returns a cache: branches hand back the few new K/V rows, which are written
+afterwards, in place. And whether a segment runs is one scalar for the whole batch, but what a token keeps is decided
+per layer, so that a row's text does not depend on its neighbours.
 """
 
 import dataclasses

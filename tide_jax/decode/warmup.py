@@ -69,9 +69,7 @@ def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> Ste
             program, state, tokens = entry
             for speaks in (True, False):
                 began = time.perf_counter()
-                state = jax.block_until_ready(
-                    program(model.params, state, tokens, jnp.bool_(speaks), jnp.int32(count))
-                )
+                state = jax.block_until_ready(program(model.params, state, tokens, jnp.bool_(speaks), jnp.int32(count)))
                 taken = (time.perf_counter() - began) / count
                 if round_:
                     seconds.setdefault((width, speaks), []).append(taken)

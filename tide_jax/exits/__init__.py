@@ -5,6 +5,6 @@ from tide_jax.exits.remainders import Deferred, ProjectKV, Remainder
 from tide_jax.exits.rules import ExitRule, FixedDepth, Never, NoScorer, RouterExit, RouterScorer, Scorer
 
 __all__ = [
-    "Deferred", "ExitHead", "ExitHeads", "ExitRule", "FixedDepth", "Never", "NoScorer", "ProjectKV", "Projection", "Remainder",
-    "Router", "RouterExit", "RouterScorer", "Scorer",
+    "Deferred", "ExitHead", "ExitHeads", "ExitRule", "FixedDepth", "Never", "NoScorer", "ProjectKV", "Projection",
+    "Remainder", "Router", "RouterExit", "RouterScorer", "Scorer",
 ]  # fmt: skip
