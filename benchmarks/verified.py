@@ -119,7 +119,7 @@ class Variant:
 
     def run(self, rows: list[list[int]], new: int) -> dict:
         """Decode a batch to its end."""
-        from tide_jax.decode.generate import collect
+        from tide_jax.decode.output import collect
 
         timings = self.engine.timings
         state = self.engine.start(rows, rule=self.rule, max_new_tokens=new, stops=self.engine.model.eos_ids)

@@ -12,7 +12,7 @@ from support.tiny import Reference, cast, tiny_model, with_heads
 
 import tide_jax as tide
 from tide_jax.decode import engine as engines
-from tide_jax.decode.generate import collect
+from tide_jax.decode.output import collect
 from tide_jax.errors import InputError
 
 LAYERS, NEW = 6, 13

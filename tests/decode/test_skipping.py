@@ -7,7 +7,7 @@ from support.tiny import Scripted, ScriptedScorer, counted_layers, tiny_model, w
 
 import tide_jax as tide
 from tide_jax.decode import engine as engines
-from tide_jax.decode.generate import collect
+from tide_jax.decode.output import collect
 
 LAYERS, NEW = 6, 12
 POINTS = (1, 3, 5)

@@ -3,7 +3,8 @@
 from tide_jax.decode.compare import Report, Yardstick, compare
 from tide_jax.decode.control import StepTimes
 from tide_jax.decode.engine import Engine
-from tide_jax.decode.generate import Drafts, Output, Stats, generate
+from tide_jax.decode.generate import generate
+from tide_jax.decode.output import Drafts, Output, Stats
 from tide_jax.decode.proposers import Ngram
 from tide_jax.decode.sampling import Sampling
 from tide_jax.decode.verify import Verify

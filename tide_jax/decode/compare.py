@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tide_jax.decode.generate import Drafts, check_capacity, collect, engine_for, resolve_stops
+from tide_jax.decode.generate import check_capacity, engine_for, resolve_stops
+from tide_jax.decode.output import Drafts, collect
 from tide_jax.decode.prompts import Prompts, encode_prompts
 from tide_jax.decode.proposers import Proposer
 from tide_jax.decode.verify import Verify

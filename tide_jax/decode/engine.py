@@ -13,12 +13,13 @@ from jaxtyping import Int
 from tide_jax.compat import release_free_memory
 from tide_jax.decode.control import at_batch, device_name, executed, new_control, read_step_times
 from tide_jax.decode.loop import prefill, run, run_rounds
-from tide_jax.decode.plan import WIDTHS, Plan, Rounds
+from tide_jax.decode.plan import Plan
 from tide_jax.decode.proposers import Proposer
 from tide_jax.decode.state import DecodeState, RoundState, bucket, new_rounds, new_state
-from tide_jax.decode.verify import Verify
+from tide_jax.decode.verify import Verify, plan_rounds
 from tide_jax.errors import InputError
 from tide_jax.exits import Deferred, ExitRule, NoScorer, ProjectKV, Remainder, Scorer
+from tide_jax.exits.heads import check_heads
 from tide_jax.exits.rules import STAY
 from tide_jax.model import Model
 
@@ -62,72 +63,6 @@ class Timings:
     compiles: int = 0
 
 
-def check_heads(model: Model, points: Sequence[int]) -> None:
-    """Refuse exit heads that were not made for the model.
-
-    Raises:
-        InputError: heads of another model, or of another width.
-    """
-    exits = model.exits
-    if exits is None or not points:
-        return
-    if exits.fingerprint not in (None, model.fingerprint):
-        raise InputError(
-            f"the exit heads belong to the model with fingerprint {exits.fingerprint!r}, this one has "
-            f"{model.fingerprint!r}. Calibrate this model, or load it without exit heads (exits=False)."
-        )
-    width = model.config.hidden_size
-    for depth in points:
-        head = exits.heads.get(depth)
-        inputs = {part.shape[0] for part in jax.tree.leaves(head) if part.ndim == 2}
-        if inputs - {width}:
-            raise InputError(
-                f"the exit head at depth {depth} takes states of width {sorted(inputs)}, this model has width {width}: "
-                "it was made for another model."
-            )
-
-
-def plan_rounds(
-    points: Sequence[int], remainder: Remainder | None, propose: Proposer | None, verify: Verify | None
-) -> tuple[Rounds | None, int]:
-    """How a run drafts and settles, and in how many columns; None and 1: it does not.
-
-    Raises:
-        InputError: it is not clear what drafts, or in which width.
-    """
-    if verify is None:
-        if propose is not None:
-            raise InputError(
-                f"{propose!r} guesses without running the model, so its tokens must be verified: give "
-                "verify=Verify(width=4) with it."
-            )
-        if remainder is None or not remainder.defers or not points:
-            return None, 1
-        return Rounds(bodies=(_body(remainder.width),), compare=False), remainder.width
-    if not isinstance(verify, Verify):
-        raise InputError(f"verify is {verify!r}, expected Verify(width=…).")
-    if propose is None and not points:
-        raise InputError(
-            "Verify needs a draft: give an exit rule with exit points, e.g. exits=FixedDepth(16), or propose=Ngram()."
-        )
-    if propose is not None and points:
-        raise InputError(
-            f"both {propose!r} and exits at {list(points)} would draft. Give one of them; the full model judges it."
-        )
-    if isinstance(remainder, Deferred) and verify.width not in ("auto", remainder.width):
-        raise InputError(
-            f"{remainder!r} and {verify!r} name different widths. Leave the remainder out: Verify defers by itself."
-        )
-    if verify.width == "auto":
-        return Rounds(bodies=WIDTHS[1:], compare=True, proposer=propose, adaptive=True), WIDTHS[-1]
-    return Rounds(bodies=(_body(verify.width),), compare=True, proposer=propose), verify.width
-
-
-def _body(width: int) -> int:
-    """The compiled width of settling passes that holds so many columns."""
-    return next(body for body in WIDTHS[1:] if width <= body)
-
-
 class Engine:
     """A model with its exits fixed, ready to run batches.
 
@@ -166,7 +101,8 @@ class Engine:
                 f"model of {layers} layers; the last layer is never an exit."
             )
         points = tuple(sorted({int(depth) for depth in exit_points}))
-        check_heads(model, points)
+        if model.exits is not None:
+            check_heads(model.exits, points, fingerprint=model.fingerprint, hidden_size=model.config.hidden_size)
         self.model = model
         self._step_times = read_step_times(model.path, model.dtype.name)
         if verify is not None and verify.times is not None:

@@ -1,10 +1,14 @@
-"""The verified promise: what may be asked of a run whose tokens the full model has judged."""
+"""The verified promise: what may be asked of a run whose tokens the full model has judged, and what that means."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from tide_jax.decode.control import StepTimes
+from tide_jax.decode.plan import WIDTHS, Rounds
+from tide_jax.decode.proposers import Proposer
 from tide_jax.errors import InputError
+from tide_jax.exits import Deferred, Remainder
 from tide_jax.exits.remainders import check_width
 
 
@@ -38,3 +42,44 @@ class Verify:
             check_width(self.width, "Verify")
         if self.times is not None and not isinstance(self.times, StepTimes):
             raise InputError(f"Verify: times is {self.times!r}, expected StepTimes.")
+
+
+def plan_rounds(
+    points: Sequence[int], remainder: Remainder | None, propose: Proposer | None, verify: Verify | None
+) -> tuple[Rounds | None, int]:
+    """How a run drafts and settles, and in how many columns; None and 1: it does not.
+
+    Raises:
+        InputError: it is not clear what drafts, or in which width.
+    """
+    if verify is None:
+        if propose is not None:
+            raise InputError(
+                f"{propose!r} guesses without running the model, so its tokens must be verified: give "
+                "verify=Verify(width=4) with it."
+            )
+        if remainder is None or not remainder.defers or not points:
+            return None, 1
+        return Rounds(bodies=(_body(remainder.width),), compare=False), remainder.width
+    if not isinstance(verify, Verify):
+        raise InputError(f"verify is {verify!r}, expected Verify(width=…).")
+    if propose is None and not points:
+        raise InputError(
+            "Verify needs a draft: give an exit rule with exit points, e.g. exits=FixedDepth(16), or propose=Ngram()."
+        )
+    if propose is not None and points:
+        raise InputError(
+            f"both {propose!r} and exits at {list(points)} would draft. Give one of them; the full model judges it."
+        )
+    if isinstance(remainder, Deferred) and verify.width not in ("auto", remainder.width):
+        raise InputError(
+            f"{remainder!r} and {verify!r} name different widths. Leave the remainder out: Verify defers by itself."
+        )
+    if verify.width == "auto":
+        return Rounds(bodies=WIDTHS[1:], compare=True, proposer=propose, adaptive=True), WIDTHS[-1]
+    return Rounds(bodies=(_body(verify.width),), compare=True, proposer=propose), verify.width
+
+
+def _body(width: int) -> int:
+    """The compiled width of settling passes that holds so many columns."""
+    return next(body for body in WIDTHS[1:] if width <= body)

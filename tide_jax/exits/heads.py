@@ -1,7 +1,7 @@
 """Exit heads: what calibration learns at one exit point, and the file it is kept in."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +75,28 @@ class ExitHeads(NamedTuple):
     thresholds: Mapping[int, float]
     degenerate: frozenset[int] = frozenset()
     fingerprint: str | None = None
+
+
+def check_heads(exits: ExitHeads, points: Sequence[int], *, fingerprint: str, hidden_size: int) -> None:
+    """Refuse exit heads that were not made for the model that is to leave through them.
+
+    Raises:
+        InputError: heads of another model, or of another width.
+    """
+    if not points:
+        return
+    if exits.fingerprint not in (None, fingerprint):
+        raise InputError(
+            f"the exit heads belong to the model with fingerprint {exits.fingerprint!r}, this one has {fingerprint!r}. "
+            "Calibrate this model, or load it without exit heads (exits=False)."
+        )
+    for depth in points:
+        inputs = {part.shape[0] for part in jax.tree.leaves(exits.heads.get(depth)) if part.ndim == 2}
+        if inputs - {hidden_size}:
+            raise InputError(
+                f"the exit head at depth {depth} takes states of width {sorted(inputs)}, this model has width "
+                f"{hidden_size}: it was made for another model."
+            )
 
 
 def save_heads(path: Path, exits: ExitHeads, *, fingerprint: str, agreement: float) -> None:
