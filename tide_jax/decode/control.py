@@ -1,10 +1,10 @@
 """How many columns the next round should have: acceptance so far against measured step times.
 
 The choice is a prediction. The rate r at which drafts are accepted is an exponential average per row; a draft of m
-tokens is then expected to yield 1 + r + … + r^m tokens. If every round were like this one, a row would have as many left
-as the tokens to its limit by that number; the width is taken at which the rows' times add up to least, a round's time
-being that of the table. So a row that gains nothing is not made to wait for one that gains much. The host corrects the
-table from wall clock between runs (`corrected`).
+tokens is then expected to yield n = 1 + r + … + r^m tokens. If every round were like this one, a row would need as many
+rounds to its limit as it has tokens left, divided by n, and a round takes what the table says. The width is taken at
+which these times, added up over the rows, are least: so a row that gains nothing is not made to wait for one that gains
+much. The host corrects the table from wall clock between runs (`corrected`).
 
 The constants were chosen by replaying SmolLM2's answers to 66 prompts of five kinds at measured costs, for rows alone
 and in batches of 8; nothing there hinges on a single one of them.
