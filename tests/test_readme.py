@@ -30,11 +30,15 @@ def test_example_runs_on_a_calibrated_model(smollm2_dir, tmp_path, monkeypatch, 
         agreement=0.95,
     )
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    example, exact = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
-    exec(compile(example, "README.md", "exec"), {})
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert re.search(r"[\d.]+% agreement, [\d.]+ of 30 layers, \d+ tokens/s", printed)
+    exec(compile(exact, "README.md", "exec"), names)
+    assert names["exact"].text == tide.generate(names["model"], names["chat"]).text
+    assert re.fullmatch(r"(nan|[\d.]+) [\d.]+\n", capsys.readouterr().out)
 
 
 def test_every_folder_the_readme_names_exists():
@@ -49,7 +53,7 @@ def test_links_lead_somewhere_and_nothing_is_left_to_fill_in():
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert "docs/exit_depths.png" in links
     assert [link for link in links if "://" not in link and not (root / link).exists()] == []
-    assert "PLACEHOLDER" not in README
+    assert "PLACEHOLDER" not in README and "@@" not in README
 
 
 def test_the_speeds_it_quotes_are_those_of_the_committed_run():
@@ -57,3 +61,16 @@ def test_the_speeds_it_quotes_are_those_of_the_committed_run():
     measured = json.loads((root / "benchmarks" / "results" / "decode_cpu.json").read_text())
     for name in ("full_vs_transformers", "depth24_vs_full", "depth16_vs_full", "depth8_vs_full"):
         assert f"| {measured[name]:.2f} × |" in README
+
+
+def test_the_verified_speeds_it_quotes_are_those_of_the_committed_run():
+    root = Path(__file__).parent.parent
+    measured = json.loads((root / "benchmarks" / "results" / "verified_cpu.json").read_text())
+    assert measured["identical"] is True and f"worst group {measured['worst_group']:.2f} ×" in README
+    quoted = {**measured["groups"], **measured["exit_drafts"]}
+    quoted |= {name: measured[name] for name in ("copy_heavy_w4", "copy_heavy_w8", "batch8")}
+    for name, ratio in quoted.items():
+        assert f"{ratio:.2f} ×" in README, name
+    counted = json.loads((root / "benchmarks" / "results" / "exactness_cpu.json").read_text())
+    for name, draft in counted["drafts"].items():
+        assert draft["faults"] == 0 and draft["tokens"] == 25_600, name

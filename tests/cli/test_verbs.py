@@ -215,7 +215,7 @@ def test_verified_generation_says_what_the_full_model_says(tide_json, calibrated
     assert plain["drafts"] is None and data["tokens"] == plain["tokens"] and data["text"] == plain["text"]
     drafts = data["drafts"]
     assert drafts["tokens"] == len(data["tokens"]) - 1 == pytest.approx(drafts["tokens_per_round"] * drafts["rounds"])
-    assert sum(drafts["proposed"]) == sum(drafts["accepted"]) == 0 or 0 <= drafts["acceptance_rate"] <= 1
+    assert sum(drafts["proposed"]) > 0
     assert drafts["draft_layers"] + drafts["settle_layers"] == data["executed_layers"]
 
 

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny import tiny_model, with_heads
+from support.tiny import changed, tiny_model, with_heads
 
 import tide_jax as tide
 from tide_jax.decode import StepTimes, control
@@ -46,7 +46,8 @@ def test_the_fastest_width_is_chosen(drafting):
         tried = random.integers(0, 40, 3).astype(float)
         accepted = np.round(tried * random.random(3) ** random.choice([0.02, 0.5, 3]))
         proposals, left = random.integers(0, 8, 3), random.integers(1, 100, 3)
-        rates = (accepted + PRIOR[0]) / (tried + PRIOR[1])
+        prior = PRIOR if drafting is None else control.EXITS_PRIOR
+        rates = (accepted + prior[0]) / (tried + prior[1])
         state = new_control(TIMES, 3, drafting or LAYERS)
         state = state._replace(accepted=jnp.asarray(accepted, jnp.float32), tried=jnp.asarray(tried, jnp.float32))
         arguments = (state, (4, 8), LAYERS, jnp.asarray(proposals), jnp.asarray(left))
@@ -96,7 +97,7 @@ def test_step_times_are_kept_beside_the_model(tmp_path):
     assert read_step_times(tmp_path, "bfloat16") == {1: other}
     assert read_step_times(tmp_path, "float16") == read_step_times(tmp_path / "none", "float32") == {}
     control.write_step_times(tmp_path, "float32", {1: other})
-    assert read_step_times(tmp_path, "float32") == {1: other}
+    assert read_step_times(tmp_path, "float32") == {1: other, 8: TIMES}
     data = json.loads((tmp_path / FILE_NAME).read_text())
     for entry in data["entries"]:
         assert entry["device"] == device_name()
@@ -110,12 +111,23 @@ def test_step_times_are_kept_beside_the_model(tmp_path):
     ["", "[]", '{"format": "tide-step-times-0"}', '{"format": "tide-step-times-1", "widths": [1, 4], "entries": []}',
      '{"format": "tide-step-times-1", "widths": [1, 4, 8], "entries": [{"layer": [1, 2], "head": [1, 2, 3]}]}',
      '{"format": "tide-step-times-1", "widths": [1, 4, 8], "entries": [{"layer": [1, 2, 0], "head": [1, 2, 3]}]}',
-     '{"format": "tide-step-times-1", "widths": [1, 4, 8], "entries": [{"layer": [1, 2, 3], "head": ["a", 2, 3]}]}'],
+     '{"format": "tide-step-times-1", "widths": [1, 4, 8], "entries": [{"layer": [1, 2, 3], "head": ["a", 2, 3]}]}',
+     '{"format": "tide-step-times-1", "widths": [1, 4, 8], "entries": [{"layer": [1, 2, 3], "head": [NaN, 2, 3]}]}',
+     '{"format": "tide-step-times-1", "widths": [1, 4, 8], "entries": [{"layer": [1, 2, 3], "head": [1, 2, 3], '
+     '"device": "x", "dtype": "y", "batch": true}]}'],
 )  # fmt: skip
 def test_a_damaged_file_is_refused(tmp_path, text):
     (tmp_path / FILE_NAME).write_text(text)
-    with pytest.raises(tide.InputError, match="step_times.json cannot be read as step times.*tide-jax warmup"):
+    with pytest.raises(tide.InputError, match="(?s)step_times.json cannot be read as step times.*tide-jax warmup"):
         read_step_times(tmp_path, "float32")
+    control.write_step_times(tmp_path, "float32", {1: TIMES})  # the remedy
+    assert read_step_times(tmp_path, "float32") == {1: TIMES}
+
+
+def test_a_damaged_file_is_no_matter_to_a_run_that_needs_none(model, tmp_path):
+    (tmp_path / FILE_NAME).write_text("{}")
+    beside = tide.Model(model.graphdef, model.params, path=tmp_path)
+    assert tide.generate(beside, [[1, 2]], max_new_tokens=2).lengths == [2]
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +156,24 @@ def test_an_adaptive_run_is_exact_and_uses_every_width(model, draft):
     assert used["wide"][8 if draft == "ngram" else 4] > 0
 
 
+def test_drafts_that_pay_only_when_they_are_nearly_always_right_are_tried(model):
+    """And those that are mostly wrong are left, and tried again now and then."""
+    times = StepTimes(layer=(10.0, 3.0, 3.0), head=(1.0, 1.0, 1.0))
+    kinds = dict(exits=tide.FixedDepth(1), exit_points=[1], verify=tide.Verify("auto", times))
+
+    def weak(decoder):
+        for layer in decoder.layers[1:]:
+            layer.attention.o.kernel[...] = 0.01 * layer.attention.o.kernel[...]
+            layer.mlp.down.kernel[...] = 0.01 * layer.mlp.down.kernel[...]
+
+    right = changed(tide.Model(model.graphdef, model.params), weak)
+    out = tide.generate(right, [[1, 2, 3]], max_new_tokens=120, stop=[], **kinds)
+    settled = lambda drafts: drafts.passes[4] + drafts.passes[8]  # noqa: E731
+    assert out.stats.drafts.acceptance_rate > 0.9 and settled(out.stats.drafts) < 30
+    wrong = tide.generate(model, [[1, 2, 3]], max_new_tokens=480, stop=[], **kinds)
+    assert wrong.stats.drafts.acceptance_rate < 0.5 and 2 <= settled(wrong.stats.drafts) < 60
+
+
 def test_warmup_measures_and_keeps(model, tmp_path):
     tables = tide.warmup(model, batches=(1, 3), save=False)
     assert sorted(tables) == [1, 3]
@@ -157,6 +187,6 @@ def test_warmup_measures_and_keeps(model, tmp_path):
 def test_what_warmup_cannot_do_is_refused(model):
     with pytest.raises(tide.InputError, match="made in memory"):
         tide.warmup(model)
-    for batches in ((), (0,), (4, -1)):
+    for batches in ((), (0,), (4, -1), 0):
         with pytest.raises(tide.InputError, match="batch sizes of 1 or more"):
             tide.warmup(model, batches=batches, save=False)

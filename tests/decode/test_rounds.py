@@ -7,8 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.exact import ties
-from support.tiny import Reference, Scripted, changed, counted_layers, poisoned, tiny_model, with_heads, with_script
+from support.exact import first_difference, ties
+from support.tiny import (
+    Reference,
+    Scripted,
+    cast,
+    changed,
+    counted_layers,
+    poisoned,
+    tiny_model,
+    with_heads,
+    with_script,
+)
 
 import tide_jax as tide
 from tide_jax.decode.proposers import Proposal
@@ -171,6 +181,63 @@ def test_a_draft_of_nothing_but_nan_costs_time_and_nothing_else(model, plain):
     assert lossy.stats.flagged == [0, 1, 2]
 
 
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Proposes one token, over and over."""
+
+    token: int
+    needs_states = False
+
+    def propose(self, tokens, length, states):
+        batch = tokens.shape[0]
+        return Proposal(jnp.full((batch, 7), self.token), jnp.full(batch, 7))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_drafted_token_that_breaks_the_model_is_rolled_back_with_the_rest(value):
+    """Its columns are judged in one pass with those before it, which must not see it."""
+    sound = tiny_model(4, num_layers=LAYERS, tied_head=False)
+    plain = tide.generate(sound, PROMPTS[:3], max_new_tokens=NEW, stop=[])
+    lossy = tide.generate(
+        sound, PROMPTS[:3], max_new_tokens=NEW, stop=[], exits=tide.FixedDepth(2), remainder=tide.Deferred(4)
+    )
+    never = set(range(97)) - set(plain.tokens.ravel().tolist()) - {token for row in PROMPTS for token in row}
+    drafted = next(token for token in lossy.tokens.ravel().tolist() if token in never)
+
+    def breaks(decoder):
+        decoder.embedding[...] = decoder.embedding[...].at[drafted].set(value)
+
+    sick = changed(sound, breaks)
+    drafts = [
+        dict(propose=Constant(drafted), verify=tide.Verify(8)),
+        dict(exits=tide.FixedDepth(2), exit_points=POINTS, verify=tide.Verify(4)),
+    ]
+    for draft in drafts:
+        out = tide.generate(sick, PROMPTS[:3], max_new_tokens=NEW, stop=[], **draft)
+        assert out.tokens.tolist() == plain.tokens.tolist()
+        assert out.stats.flagged == []
+    # In the plain loop that token breaks its row, and the verified run says so too.
+    for draft in ({}, drafts[1]):
+        out = tide.generate(sick, [[1, drafted, 3], [4, 5]], max_new_tokens=NEW, stop=[], **draft)
+        assert out.stats.flagged == [0]
+
+
+def test_in_16_bits_runs_part_only_where_the_two_best_tokens_are_close(model):
+    for dtype, tie in ((jnp.bfloat16, 0.1), (jnp.float16, 0.02)):
+        narrow = cast(model, dtype)
+        plain = tide.generate(narrow, PROMPTS, max_new_tokens=NEW, stop=[])
+        out = tide.generate(
+            narrow, PROMPTS, max_new_tokens=NEW, stop=[], exits=tide.FixedDepth(2), exit_points=POINTS,
+            verify=tide.Verify(4),
+        )  # fmt: skip
+        parted = [
+            first_difference(narrow, prompt, got.tolist(), wanted.tolist())
+            for prompt, got, wanted in zip(PROMPTS, out.tokens, plain.tokens, strict=True)
+        ]
+        assert all(one is None or one[1] < tie for one in parted)
+        assert sum(one is None for one in parted) > 4
+
+
 def test_a_row_whose_full_model_breaks_is_flagged_and_breaks_no_other(model):
     def generate(rows, verify):
         return tide.generate(sick, rows, max_new_tokens=NEW, stop=[], exits=tide.FixedDepth(2), verify=verify)
@@ -209,7 +276,7 @@ def deferred_text(model, prompt, leaves):
 def test_deferred_exits_say_what_the_exits_say_with_exact_keys_and_values(model, width):
     """Which also means that no width and no neighbour changes the text."""
     wanted = [deferred_text(model, prompt, lambda position: 2) for prompt in PROMPTS[:3]]
-    for masked in (width, width - 1, width - 3):
+    for masked in (width, width - 1, width - 2):
         out = tide.generate(
             model, PROMPTS[:3], max_new_tokens=NEW, stop=[], exits=tide.FixedDepth(2), remainder=tide.Deferred(masked)
         )
@@ -274,6 +341,19 @@ def test_acceptance_of_self_speculation_is_that_of_the_reference(model):
         for _, right in rounds:
             depths += [3] * right + [LAYERS]
         assert out.exit_depths[0].tolist() == depths
+
+
+@pytest.mark.parametrize(("batch", "width"), [(3, 8), (1, 4)])
+def test_drafts_that_are_often_right(model, batch, width):
+    close = close_exit(model)
+    wanted = tide.generate(close, PROMPTS, max_new_tokens=NEW, stop=[]).tokens
+    check_every_stop(close, wanted, batch, width, exits=tide.FixedDepth(3), exit_points=POINTS)
+    out = tide.generate(
+        close, PROMPTS, max_new_tokens=NEW, stop=[], exits=tide.FixedDepth(3), exit_points=POINTS,
+        verify=tide.Verify(width),
+    )  # fmt: skip
+    drafts = out.stats.drafts
+    assert all(0 < right < made for right, made in zip(drafts.accepted[:3], drafts.proposed[:3], strict=True))
 
 
 def close_exit(model):

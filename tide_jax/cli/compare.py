@@ -125,13 +125,17 @@ def side_by_side(name: str, report: "Report", *, num_layers: int) -> "Table":
 
     same = report.texts == report.full_texts
     speedup = report.tokens_per_second / report.full_tokens_per_second
+    depth = "layers run per token" if report.drafts is None else "layers of its draft, per token"
     rows = {
         "same choice as the full model": ("100 %", f"{100 * report.agreement:.1f} %"),
         "tokens before the texts differ": ("–", "–" if same else f"{report.first_divergence:.1f}"),
         "KL divergence, nats": ("0", f"{report.kl:.3f}"),
         "NLL gap, nats": ("0", f"{report.nll_gap:+.3f}"),
         "longest repeat, tokens": (f"{report.full_longest_repeat:.1f}", f"{report.longest_repeat:.1f}"),
-        "layers run per token": (f"{num_layers}", f"{report.mean_depth:.1f}"),
+        depth: (
+            f"{num_layers}",
+            f"{report.mean_depth:.1f}",
+        ),
         "tokens by depth": (f"{num_layers}: 100 %", output.histogram_text(report.histogram)),
         "tokens/s": (
             f"{report.full_tokens_per_second:.1f}",

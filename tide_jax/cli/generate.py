@@ -106,7 +106,8 @@ class Generate:
             return
         print(out.text[0])
         output.note(
-            f"\n{length} tokens, {stats.mean_depth:.1f} of {model.config.num_layers} layers on average "
+            f"\n{length} tokens, {stats.mean_depth:.1f} of {model.config.num_layers} layers on average"
+            f"{' in the draft' if stats.drafts else ''} "
             f"({output.histogram_text(stats.histogram)}), {stats.tokens_per_second:.1f} tokens/s, "
             f"compiled in {stats.timings.compile:.1f} s"
         )

@@ -76,4 +76,8 @@ def drafts_text(drafts: "Drafts") -> str:
         said = (
             f"{sum(drafts.accepted)} of {sum(drafts.proposed)} drafted tokens accepted, {drafts.corrected} corrected; "
         )
-    return f"{said}{drafts.tokens_per_round:.2f} tokens a round; passes by columns: {shares}"
+    layers = (drafts.draft_layers + drafts.settle_layers) / max(drafts.tokens, 1)
+    return (
+        f"{said}{drafts.tokens_per_round:.2f} tokens a round, {layers:.1f} layers executed a token; "
+        f"passes by columns: {shares}"
+    )

@@ -65,7 +65,7 @@ def table(tables: "dict[int, StepTimes]", num_layers: int, title: str) -> "Table
     """Milliseconds of whole passes, and how they compare with one column."""
     from rich.table import Table
 
-    from tide_jax.decode.plan import WIDTHS
+    from tide_jax.exits.remainders import WIDTHS
 
     rows = Table(title=title, title_justify="left")
     rows.add_column("batch", justify="right")

@@ -41,7 +41,7 @@ class Report:
         nll_gap: NLL of the full model's tokens under the exit engine minus under the full model, mean, nats.
         longest_repeat: longest n-gram, in tokens, that occurs twice in the free run, mean over prompts.
         full_longest_repeat: the same for the full model's text.
-        mean_depth: layers run per token in the free run.
+        mean_depth: layers run per token in the free run; of a drafted token, by its draft.
         forced_mean_depth: layers run per token on the full model's trajectory.
         histogram: tokens by depth in the free run.
         tokens_per_second: decode speed of the free run; `full_tokens_per_second` of the full model, same program.

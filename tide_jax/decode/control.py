@@ -10,8 +10,10 @@ The constants were chosen by replaying SmolLM2's answers to 66 prompts of five k
 and in batches of 8; nothing there hinges on a single one of them.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tide_jax.decode.plan import WIDTHS
 from tide_jax.decode.state import Control, RoundState, Tally
 from tide_jax.errors import InputError
+from tide_jax.exits.remainders import WIDTHS
 
 FILE_NAME = "step_times.json"
 FORMAT = "tide-step-times-1"
 MEMORY = 0.95  # of a round's outcome, what the next still weighs
-FORGETTING = 0.99  # of all outcomes, per round without a draft: so drafting is tried again some time
-PRIOR = (2.0, 4.0)  # accepted, tried: before anything is known, every other draft is taken for right
+PRIOR = (2.0, 4.0)  # accepted, tried: before anything is known, every other proposal is taken for right
+# Proposals are judged by what comes even when they are not used. What exits would have drafted is only known by
+# drafting: so they begin with much trust, and win it back slowly in rounds without a draft.
+EXITS_PRIOR = (1.8, 2.0)
+FORGETTING = 0.995
 MARGIN = 1.05  # what a wider round must promise over a plain step: the losses of wrong predictions come first
 
 
@@ -42,11 +47,11 @@ class StepTimes:
         head: of final norm and LM head.
     """
 
-    layer: tuple[float, ...]
-    head: tuple[float, ...]
+    layer: Sequence[int | float]
+    head: Sequence[int | float]
 
     def __post_init__(self):
-        if not all(len(row) == len(WIDTHS) and min(row) > 0 for row in (self.layer, self.head)):
+        if not all(_is_seconds(row) for row in (self.layer, self.head)):
             raise InputError(
                 f"StepTimes: layer {self.layer} and head {self.head} must be {len(WIDTHS)} positive numbers of "
                 f"seconds each, for passes of {WIDTHS} columns."
@@ -68,6 +73,12 @@ class StepTimes:
             layer=tuple((np.asarray(self.layer) * factor).tolist()),
             head=tuple((np.asarray(self.head) * factor).tolist()),
         )
+
+
+def _is_seconds(row: object) -> bool:
+    if not isinstance(row, tuple | list) or len(row) != len(WIDTHS):
+        return False
+    return all(isinstance(time, int | float) and math.isfinite(time) and time > 0 for time in row)
 
 
 def new_control(times: StepTimes, batch: int, draft_layers: int | float) -> Control:
@@ -122,7 +133,8 @@ def best_width(
         left: tokens between each row and its limit; 0 where it has ended.
         drafting_costs: drafts run layers, then only the others are left to settle; else they cost nothing.
     """
-    rate = (control.accepted + PRIOR[0]) / (control.tried + PRIOR[1])
+    accepted, tried = EXITS_PRIOR if drafting_costs else PRIOR
+    rate = (control.accepted + accepted) / (control.tried + tried)
     widths, times = (1, *bodies), []
     for width in widths:
         index = WIDTHS.index(width)
@@ -155,11 +167,17 @@ def device_name() -> str:
 
 
 def write_step_times(directory: Path, dtype: str, tables: Mapping[int, StepTimes]) -> None:
-    """Keep the tables of this device and dtype, by batch size, beside the model; those of others stay."""
+    """Keep the tables of this device and dtype, by batch size, beside the model; all others stay.
+
+    A file that cannot be read is replaced.
+    """
     path = directory / FILE_NAME
-    kept = [] if not path.exists() else _entries(path)
+    kept = []
+    if path.exists():
+        with contextlib.suppress(InputError):
+            kept = _entries(path)
     own = {"device": device_name(), "dtype": dtype}
-    kept = [entry for entry in kept if {key: entry[key] for key in own} != own]
+    kept = [e for e in kept if e["batch"] not in tables or {key: e[key] for key in own} != own]
     made = [{**own, "batch": batch, "layer": times.layer, "head": times.head} for batch, times in tables.items()]
     beside = path.with_name(FILE_NAME + ".part")
     beside.write_text(json.dumps({"format": FORMAT, "widths": WIDTHS, "entries": kept + made}, indent=2) + "\n")
@@ -189,7 +207,9 @@ def _entries(path: Path) -> list[dict]:
             raise ValueError(f"format {data['format']!r}, widths {data['widths']}")
         for entry in data["entries"]:
             _times(entry)
-            entry["device"], entry["dtype"], entry["batch"]
+            entry["device"], entry["dtype"]
+            if type(entry["batch"]) is not int or entry["batch"] < 1:
+                raise ValueError(f"batch {entry['batch']!r}")
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise InputError(
             f"{path} cannot be read as step times ({error}). Run `tide-jax warmup` again, or remove the file."
@@ -198,7 +218,7 @@ def _entries(path: Path) -> list[dict]:
 
 
 def _times(entry: Mapping) -> StepTimes:
-    return StepTimes(layer=tuple(map(float, entry["layer"])), head=tuple(map(float, entry["head"])))
+    return StepTimes(layer=tuple(entry["layer"]), head=tuple(entry["head"]))
 
 
 def at_batch(tables: Mapping[int, StepTimes], batch: int) -> StepTimes:

@@ -104,10 +104,12 @@ class Engine:
         if model.exits is not None:
             check_heads(model.exits, points, fingerprint=model.fingerprint, hidden_size=model.config.hidden_size)
         self.model = model
-        self._step_times = read_step_times(model.path, model.dtype.name)
+        rounds, self._width = plan_rounds(points, remainder, propose, verify)
+        self._step_times = {}
         if verify is not None and verify.times is not None:
             self._step_times = {1: verify.times}
-        rounds, self._width = plan_rounds(points, remainder, propose, verify)
+        elif rounds is not None:
+            self._step_times = read_step_times(model.path, model.dtype.name)
         if remainder is None:
             remainder = ProjectKV() if rounds is None else Deferred()
         if rounds is not None and rounds.adaptive and not self._step_times:
@@ -120,7 +122,7 @@ class Engine:
                 f"{propose!r} drafts from the final states of earlier tokens, which this engine does not keep. Use "
                 "record_states=True."
             )
-        if rounds is not None and remainder.defers:  # its width is an array: programs of one body are one program
+        if rounds is not None and isinstance(remainder, Deferred):  # its width is an array: one program per body
             remainder = Deferred(rounds.bodies[-1])
         self.plan = Plan(points=points, scorer=scorer, remainder=remainder, rounds=rounds)
         self.record_states = record_states

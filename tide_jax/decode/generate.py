@@ -123,8 +123,6 @@ def engine_for(
     rule = Never() if exits is None else exits
     if not isinstance(rule, ExitRule):
         raise InputError(f"exits is {rule!r}, expected an exit rule such as FixedDepth(16).")
-    if propose is not None and not isinstance(propose, Proposer):
-        raise InputError(f"propose is {propose!r}, expected a proposer such as Ngram().")
     if remainder is not None and not isinstance(remainder, Remainder):
         raise InputError(f"remainder is {remainder!r}, expected a remainder such as ProjectKV().")
     if exit_points is not None and (np.ndim(exit_points) != 1 or not all(map(_is_integer, exit_points))):
@@ -141,7 +139,7 @@ def engine_for(
         remainder=remainder,
         propose=propose,
         verify=verify,
-        record_states=record_states,
+        record_states=record_states or getattr(propose, "needs_states", False),
     )
 
 

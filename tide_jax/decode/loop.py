@@ -10,7 +10,7 @@ from flax import nnx
 from tide_jax.decode.control import best_width, forget, learn
 from tide_jax.decode.emit import choices, emit
 from tide_jax.decode.plan import Plan
-from tide_jax.decode.proposers import Proposal
+from tide_jax.decode.proposers import Proposal, propose
 from tide_jax.decode.rounds import draft, open_queue, settle
 from tide_jax.decode.state import DecodeState
 from tide_jax.decode.step import Columns, StepResult, step
@@ -53,7 +53,7 @@ def run_rounds(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], stat
     def body(state: DecodeState) -> DecodeState:
         proposal = None
         if rounds.proposer is not None:
-            proposal = rounds.proposer.propose(state.tokens, state.length, state.states)
+            proposal = propose(rounds.proposer, state.tokens, state.length, state.states)
         if rounds.adaptive:
             state = _choose_width(decoder, plan, state, proposal)
         before = state

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from tide_jax.decode.engine import Engine, Timings
-from tide_jax.decode.plan import WIDTHS
 from tide_jax.decode.state import DecodeState
+from tide_jax.exits.remainders import WIDTHS
 from tide_jax.model import Model
 
 
@@ -20,7 +20,8 @@ class Drafts:
         proposed: drafted tokens by their place in the draft (index 0: the first after the row's last token).
         accepted: those of them that the full model would have emitted too.
         corrected: drafted tokens that the full model replaced by its own.
-        rounds: rounds, summed over rows.
+        rounds: rounds, summed over rows. A column that ran all layers is emitted at once, and its row may draft on in
+            the same round.
         tokens: tokens that they yielded.
         passes: executed passes by columns per row; those of more than 1 are settling passes of the full model.
         draft_layers: layers run by passes of one column, summed.
@@ -180,7 +181,7 @@ def _drafts(engine: Engine, state: DecodeState, decoded: int) -> Drafts:
     return Drafts(
         proposed=tally.proposed.tolist(),
         accepted=tally.accepted.tolist(),
-        corrected=int(tally.corrected.sum()),
+        corrected=int(tally.corrected),
         passes=dict(zip(WIDTHS, tally.passes.tolist(), strict=True)),
         draft_layers=int(np.dot(lengths, np.asarray(state.segments_run))),
         settle_layers=int((tally.settled_segments @ lengths).sum()),

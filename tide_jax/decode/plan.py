@@ -5,8 +5,6 @@ import dataclasses
 from tide_jax.decode.proposers import Proposer
 from tide_jax.exits import NoScorer, ProjectKV, Remainder, Scorer
 
-WIDTHS = (1, 4, 8)  # columns per row of a pass; other counts are these with columns masked
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds:

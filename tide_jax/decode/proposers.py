@@ -24,7 +24,7 @@ class Proposal(NamedTuple):
 
 @runtime_checkable
 class Proposer(Protocol):
-    """A hashable object whose `propose` is traced into the program.
+    """A hashable object whose `propose` is traced into the program. Whatever it proposes, only speed depends on it.
 
     Attributes:
         needs_states: it reads the final states of earlier tokens, so the engine must record them.
@@ -65,7 +65,7 @@ class Ngram:
     needs_states = False
 
     def __post_init__(self):
-        if not all(isinstance(n, int) for n in (self.longest, self.shortest)) or not (
+        if not all(type(n) is int for n in (self.longest, self.shortest)) or not (
             1 <= self.shortest <= self.longest <= 64
         ):
             raise InputError(
@@ -91,3 +91,33 @@ class Ngram:
         places = best[:, None] + 1 + jnp.arange(WIDEST - 1)[None, :] % period[:, None]
         proposed = jnp.take_along_axis(tokens, jnp.minimum(places, slots - 1), axis=1)
         return Proposal(proposed, jnp.where(found, WIDEST - 1, 0).astype(jnp.int32))
+
+
+def check_proposer(propose: object) -> None:
+    """Refuse what is no proposer.
+
+    Raises:
+        InputError: a class instead of an object, no `propose`, or not hashable.
+    """
+    if isinstance(propose, type) or not isinstance(propose, Proposer) or type(propose).__hash__ is None:
+        raise InputError(f"propose is {propose!r}, expected a proposer such as Ngram(), a hashable object.")
+
+
+def propose(proposer: Proposer, tokens: Array, length: Array, states: Array | None) -> Proposal:
+    """What a proposer proposes, checked, padded to 7 tokens, and with counts that can be.
+
+    Raises:
+        InputError: not int [batch, some] tokens and int [batch] counts.
+    """
+    proposal = tuple(proposer.propose(tokens, length, states))
+    batch, shapes = tokens.shape[0], [jnp.shape(part) for part in proposal]
+    fits = len(shapes) == 2 and len(shapes[0]) == 2 and shapes[0][0] == batch and shapes[1] == (batch,)
+    if not fits or not all(jnp.issubdtype(jnp.asarray(part).dtype, jnp.integer) for part in proposal):
+        raise InputError(
+            f"{proposer!r} proposed arrays of shape {shapes}; expected integer tokens [batch, some] and counts [batch] "
+            f"for a batch of {batch}."
+        )
+    drafted = jnp.asarray(proposal[0], jnp.int32)[:, : WIDEST - 1]
+    most = drafted.shape[1]
+    drafted = jnp.pad(drafted, ((0, 0), (0, WIDEST - 1 - most)))
+    return Proposal(drafted, jnp.clip(proposal[1], 0, most).astype(jnp.int32))

@@ -20,11 +20,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tide_jax.decode.control import learn
 from tide_jax.decode.emit import choices, emit, followed, is_stop
-from tide_jax.decode.plan import WIDTHS, Plan
+from tide_jax.decode.plan import Plan
 from tide_jax.decode.proposers import Proposal
 from tide_jax.decode.state import DecodeState, Tally
 from tide_jax.decode.step import Columns, step
 from tide_jax.exits import Deferred, ExitHead
+from tide_jax.exits.remainders import WIDTHS
 from tide_jax.exits.rules import STAY
 from tide_jax.models import Decoder
 
@@ -163,7 +164,10 @@ def settle(decoder: Decoder, plan: Plan, width: int, state: DecodeState, queue: 
         rounds=before.rounds._replace(tally=tally._replace(settled_segments=ran)),
     )
     if plan.rounds.compare:
-        state = _judge(decoder, state, queue, result.x)
+        kept, state = _judge(decoder, state, queue, result.x)
+        # What is rolled back was never the row's: a wrong draft may break, its row does not.
+        broken = (~result.sound & (cols < kept[:, None])).any(axis=1)
+        state = dataclasses.replace(state, flagged=before.flagged | broken)
         speaks = jnp.bool_(True)
     else:
         at, last = state.length[:, None], jnp.maximum(queue.count - 1, 0)
@@ -176,8 +180,13 @@ def settle(decoder: Decoder, plan: Plan, width: int, state: DecodeState, queue: 
     return _counted(state, index, speaks), queue._replace(count=jnp.zeros_like(queue.count))
 
 
-def _judge(decoder: Decoder, state: DecodeState, queue: Queue, x: Float[Array, "batch cols embed"]) -> DecodeState:
-    """Keep the drafted tokens that the full model would have emitted, and the full model's own after them."""
+def _judge(
+    decoder: Decoder, state: DecodeState, queue: Queue, x: Float[Array, "batch cols embed"]
+) -> tuple[Int[Array, " batch"], DecodeState]:
+    """Keep the drafted tokens that the full model would have emitted, and the full model's own after them.
+
+    Returns, with the state, how many columns of each row are kept.
+    """
     width = x.shape[1]
     cols, waiting = jnp.arange(width), queue.count > 0
     first = queue.base + 1
@@ -199,11 +208,10 @@ def _judge(decoder: Decoder, state: DecodeState, queue: Queue, x: Float[Array, "
     tally = tally._replace(
         proposed=tally.proposed + (places < proposed[:, None]).sum(axis=0),
         accepted=tally.accepted + (places < accepted[:, None]).sum(axis=0),
-        corrected=tally.corrected + ((accepted < proposed) & (count > accepted)),
+        corrected=tally.corrected + ((accepted < proposed) & (count > accepted)).sum(),
     )
-    return dataclasses.replace(
-        state, length=queue.base + count, rounds=learn(state.rounds._replace(tally=tally), accepted, proposed)
-    )
+    rounds = learn(state.rounds._replace(tally=tally), accepted, proposed)
+    return count, dataclasses.replace(state, length=queue.base + count, rounds=rounds)
 
 
 def _at(table: Int[Array, "batch cols"], index: Int[Array, " batch"]) -> Int[Array, " batch"]:

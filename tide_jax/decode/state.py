@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
-from tide_jax.exits.remainders import WIDEST
+from tide_jax.exits.remainders import WIDEST, WIDTHS
 from tide_jax.models import KV, DecoderConfig
 
 SLACK = 2 * WIDEST  # slots past a row's last token, where masked columns may write: as many again after those skipped
@@ -26,7 +26,7 @@ class Tally(NamedTuple):
             (those of width 1 are in `DecodeState.segments_run`).
         proposed: drafted tokens by their place in the draft.
         accepted: those of them that the full model would have emitted.
-        corrected: rows' tokens at which the full model's choice replaced a drafted one.
+        corrected: tokens at which the full model's choice replaced a drafted one.
         rounds: rounds that each row took part in.
     """
 
@@ -35,7 +35,7 @@ class Tally(NamedTuple):
     settled_segments: Int[Array, "widths segments"]
     proposed: Int[Array, " proposals"]
     accepted: Int[Array, " proposals"]
-    corrected: Int[Array, " batch"]
+    corrected: Int[Array, ""]
     rounds: Int[Array, " batch"]
 
 
@@ -190,12 +190,12 @@ def new_rounds(batch: int, segments: int, *, width: int, control: Control | None
     return RoundState(
         width=jnp.full(batch, width, jnp.int32),
         tally=Tally(
-            passes=jnp.zeros(3, jnp.int32),
-            lm_heads=jnp.zeros(3, jnp.int32),
-            settled_segments=jnp.zeros((3, segments), jnp.int32),
+            passes=jnp.zeros(len(WIDTHS), jnp.int32),
+            lm_heads=jnp.zeros(len(WIDTHS), jnp.int32),
+            settled_segments=jnp.zeros((len(WIDTHS), segments), jnp.int32),
             proposed=jnp.zeros(WIDEST - 1, jnp.int32),
             accepted=jnp.zeros(WIDEST - 1, jnp.int32),
-            corrected=jnp.zeros(batch, jnp.int32),
+            corrected=jnp.zeros((), jnp.int32),
             rounds=jnp.zeros(batch, jnp.int32),
         ),
         control=control,

@@ -49,12 +49,14 @@ class StepResult(NamedTuple):
         depth: layers run.
         held: raw states after `depth` layers, or after `cap` layers where that is less.
         sure: columns that did not leave for the cap's sake alone.
+        sound: columns whose states and K/V rows are finite.
     """
 
     x: Float[Array, "batch cols embed"]
     depth: Int[Array, "batch cols"]
     held: Float[Array, "batch cols embed"]
     sure: Bool[Array, "batch cols"]
+    sound: Bool[Array, "batch cols"]
 
 
 def step(
@@ -108,10 +110,11 @@ def step(
     held = jnp.where((running & (cap == num_layers))[..., None], x, held)
     if cols.start is None:
         skips = []
-    state = _write(state, rows, skips, positions, cols.valid, jnp.isfinite(x).all(axis=-1))
-    broken = (~jnp.isfinite(out).all(axis=-1) & cols.valid).any(axis=1)
-    state = dataclasses.replace(state, segments_run=segments_run, flagged=state.flagged | broken)
-    return state, StepResult(out, depth, held, sure)
+    state, sound = _write(state, rows, skips, positions, cols.valid, jnp.isfinite(x).all(axis=-1))
+    sound = sound & jnp.isfinite(out).all(axis=-1)
+    flagged = state.flagged | (cols.valid & ~sound).any(axis=1)
+    state = dataclasses.replace(state, segments_run=segments_run, flagged=flagged)
+    return state, StepResult(out, depth, held, sure, sound)
 
 
 class _Segment(NamedTuple):
@@ -170,36 +173,37 @@ def _write(
     positions: Int[Array, "batch cols"],
     valid: Bool[Array, "batch cols"],
     sound: Bool[Array, "batch cols"],
-) -> DecodeState:
+) -> tuple[DecodeState, Bool[Array, "batch cols"]]:
     """Write K/V rows at each row's own length, in place; those of columns with anything non-finite as zeros.
 
-    A masked slot still enters 0 · value in the attention sum, and 0 · NaN is NaN: so nothing non-finite is ever stored,
-    and the row is flagged. `sound`, which says that a column's last raw state is finite, also makes every write wait
-    for every read: XLA on a CPU inserts copies before it orders operations, and copied the caches that it could have
-    overwritten too early.
+    Returns, with the state, which columns were finite. A masked slot still enters 0 · value in the attention sum, and
+    0 · NaN is NaN: so nothing non-finite is ever stored. `sound`, which says that a column's last raw state is finite,
+    also makes every write wait for every read: XLA on a CPU inserts copies before it orders operations, and copied the
+    caches that it could have overwritten too early.
     """
     slot = state.length
 
     def place(target: jax.Array, update: jax.Array, slot: jax.Array, axis: int) -> jax.Array:
         return jax.vmap(lambda t, u, s: jax.lax.dynamic_update_slice_in_dim(t, u, s, axis=axis))(target, update, slot)
 
-    caches, broken = [], ~sound
+    caches = []
+    stored = sound
     for layer, (cache, new) in enumerate(zip(state.caches, rows, strict=True)):
         finite = sound & jnp.isfinite(new.k).all(axis=(1, 3)) & jnp.isfinite(new.v).all(axis=(1, 3))
-        broken = broken | ~finite
+        stored = stored & finite
         new = _keep(finite, new, KV(jnp.zeros_like(new.k), jnp.zeros_like(new.v)))
         into = slot
         if skips:
             into = slot + skips[layer]
             new = _after(new, skips[layer])
         caches.append(KV(place(cache.k, new.k, into, 1), place(cache.v, new.v, into, 1)))
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
         caches=tuple(caches),
         slots=place(state.slots, jnp.where(valid, positions, -1), slot, 0),
         length=state.length + valid.sum(axis=1, dtype=jnp.int32),
-        flagged=state.flagged | (broken & valid).any(axis=1),
     )
+    return state, stored
 
 
 def _after(rows: KV, skip: Int[Array, " batch"]) -> KV:

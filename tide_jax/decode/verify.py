@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from tide_jax.decode.control import StepTimes
-from tide_jax.decode.plan import WIDTHS, Rounds
-from tide_jax.decode.proposers import Proposer
+from tide_jax.decode.plan import Rounds
+from tide_jax.decode.proposers import Proposer, check_proposer
 from tide_jax.errors import InputError
 from tide_jax.exits import Deferred, Remainder
-from tide_jax.exits.remainders import check_width
+from tide_jax.exits.remainders import WIDTHS, check_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +36,16 @@ class Verify:
         >>> out = tide.generate(model, "The sky is", exits=tide.FixedDepth(16), verify=tide.Verify(4))
     """
 
-    width: int | Literal["auto"] = 4
+    width: int | np.integer | Literal["auto"] = 4
     times: StepTimes | None = None
 
     def __post_init__(self):
-        if self.width != "auto":
+        if not isinstance(self.width, str) or self.width != "auto":
             check_width(self.width, "Verify")
         if self.times is not None and not isinstance(self.times, StepTimes):
-            raise InputError(f"Verify: times is {self.times!r}, expected StepTimes.")
+            raise InputError(
+                f"Verify: times is {self.times!r}, expected StepTimes: of what warmup() returns, those of one batch."
+            )
 
 
 def plan_rounds(
@@ -52,20 +56,23 @@ def plan_rounds(
     Raises:
         InputError: it is not clear what drafts, or in which width.
     """
+    if propose is not None:
+        check_proposer(propose)
     if verify is None:
         if propose is not None:
             raise InputError(
                 f"{propose!r} guesses without running the model, so its tokens must be verified: give "
-                "verify=Verify(width=4) with it."
+                "verify=Verify(width=4) (--verify 4) with it."
             )
-        if remainder is None or not remainder.defers or not points:
+        if not isinstance(remainder, Deferred) or not points:
             return None, 1
-        return Rounds(bodies=(_body(remainder.width),), compare=False), remainder.width
+        return Rounds(bodies=(_body(remainder.width),), compare=False), int(remainder.width)
     if not isinstance(verify, Verify):
-        raise InputError(f"verify is {verify!r}, expected Verify(width=…).")
+        raise InputError(f"verify is {verify!r}, expected Verify(4), or another width of 1 to 8 columns.")
     if propose is None and not points:
         raise InputError(
-            "Verify needs a draft: give an exit rule with exit points, e.g. exits=FixedDepth(16), or propose=Ngram()."
+            "Verify needs a draft: give an exit rule with exit points, such as exits=FixedDepth(16) (--exits fixed:16) "
+            "or propose=Ngram() (--propose ngram)."
         )
     if propose is not None and points:
         raise InputError(
@@ -77,7 +84,7 @@ def plan_rounds(
         )
     if verify.width == "auto":
         return Rounds(bodies=WIDTHS[1:], compare=True, proposer=propose, adaptive=True), WIDTHS[-1]
-    return Rounds(bodies=(_body(verify.width),), compare=True, proposer=propose), verify.width
+    return Rounds(bodies=(_body(verify.width),), compare=True, proposer=propose), int(verify.width)
 
 
 def _body(width: int) -> int:

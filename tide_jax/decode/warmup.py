@@ -13,10 +13,11 @@ from flax import nnx
 from tide_jax.compat import release_free_memory
 from tide_jax.decode.control import StepTimes, write_step_times
 from tide_jax.decode.emit import choices
-from tide_jax.decode.plan import WIDTHS, Plan
+from tide_jax.decode.plan import Plan
 from tide_jax.decode.state import DecodeState, new_state
 from tide_jax.decode.step import Columns, step
 from tide_jax.errors import InputError
+from tide_jax.exits.remainders import WIDTHS
 from tide_jax.model import Model
 
 CONTEXT = 128  # tokens that the measured passes look back on
@@ -85,7 +86,7 @@ def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> Ste
 
 
 def warmup(
-    model: Model, *, batches: Sequence[int] = (1, 8), progress: Callable = iter, save: bool = True
+    model: Model, *, batches: int | Sequence[int] = (1, 8), progress: Callable = iter, save: bool = True
 ) -> dict[int, StepTimes]:
     """Measure what passes of 1, 4 and 8 columns cost, for `Verify("auto")`, and keep it beside the model.
 
@@ -106,11 +107,12 @@ def warmup(
         >>> sorted(times)
         [1, 8]
     """
-    if not batches or any(not isinstance(batch, int) or batch < 1 for batch in batches):
-        raise InputError(f"batches {list(batches)!r}: give batch sizes of 1 or more.")
+    batches = np.atleast_1d(np.asarray(batches))
+    if not batches.size or not np.issubdtype(batches.dtype, np.integer) or batches.min() < 1:
+        raise InputError(f"batches {batches.tolist()!r}: give batch sizes of 1 or more.")
     if save and model.path is None:
         raise InputError("this model was made in memory: there is no directory to keep step times in. Use save=False.")
-    tables = {batch: measure(model, batch) for batch in progress(list(dict.fromkeys(batches)))}
+    tables = {batch: measure(model, batch) for batch in progress(list(dict.fromkeys(batches.tolist())))}
     if save:
         write_step_times(model.path, model.dtype.name, tables)
     return tables

@@ -4,13 +4,15 @@ import dataclasses
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tide_jax.errors import InputError
 from tide_jax.models import KV, Attendable
 from tide_jax.models.decoder import DecoderLayer
 
-WIDEST = 8  # columns of the widest pass
+WIDTHS = (1, 4, 8)  # columns per row of a compiled pass; other counts are these with columns masked
+WIDEST = WIDTHS[-1]
 
 
 @runtime_checkable
@@ -65,21 +67,23 @@ class Deferred:
     the exit depth on and over all of them at once, then writes their true K/V rows.
 
     On its own this is lossy exit with exact K/V: the tokens are those of the exit heads, the layers left out are run
-    later, together, which costs less than one by one. Under `Verify` the same pass also judges the tokens.
+    later, together, which costs less than one by one. A token may not run deeper than one that waits before it in its
+    row; where its score would let it, the pass that settles them speaks for it, with the full model. So with several
+    exit points depths depend on `width`, though never on other rows. Under `Verify` the same pass judges every token.
 
     Attributes:
-        width: columns that wait at most, 1 … 8.
+        width: columns that wait at most, 2 … 8.
 
     Raises:
         InputError: another width.
     """
 
-    width: int = 4
+    width: int | np.integer = 4
     rows_follow_state = True
     defers = True
 
     def __post_init__(self):
-        check_width(self.width, "Deferred")
+        check_width(self.width, "Deferred", smallest=2)
 
     def fill(self, index, layer, x, past, view, positions, valid):
         """x itself, and zeros: no column attends to them before they are written over."""
@@ -87,14 +91,14 @@ class Deferred:
         return x, KV(jnp.zeros(shape, past.k.dtype), jnp.zeros(shape, past.v.dtype))
 
 
-def check_width(width: object, name: str) -> None:
+def check_width(width: object, name: str, *, smallest: int = 1) -> None:
     """Refuse a number of columns that the slack of the caches cannot hold.
 
     Raises:
-        InputError: not an integer of 1 … 8.
+        InputError: not an integer of `smallest` … 8.
     """
-    if not isinstance(width, int) or isinstance(width, bool) or not 1 <= width <= WIDEST:
+    if not isinstance(width, int | np.integer) or isinstance(width, bool) or not smallest <= width <= WIDEST:
         raise InputError(
-            f"{name}: width {width!r} is not a number of columns between 1 and {WIDEST}; caches keep {WIDEST} slots of "
-            "slack for the columns of one pass."
+            f"{name}: width {width!r} is not a number of columns between {smallest} and {WIDEST}, which is what caches "
+            "keep slack for."
         )

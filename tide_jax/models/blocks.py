@@ -115,7 +115,8 @@ def attention(
 ) -> Float[Array, "batch heads cols head_dim"]:
     """softmax(q·kᵀ/√head_dim)·v over two sources, merged as partial softmaxes, so that neither is copied.
 
-    The softmax is float32; a column always sees itself, so no row of the softmax is empty.
+    The softmax is float32; a column always sees itself, so no row of the softmax is empty. A column is not finite where
+    one that it may see is not; others it does not touch, although 0 · NaN is NaN.
     """
     batch, heads, cols, head_dim = q.shape
     grouped = q.reshape(batch, rows.k.shape[1], -1, cols, head_dim)
@@ -124,7 +125,10 @@ def attention(
         raw = jnp.einsum("bkgth,bksh->bkgts", query, keys, preferred_element_type=jnp.float32)
         return jnp.where(mask[:, None, None], raw * head_dim**-0.5, -jnp.inf)
 
-    parts = [(scores(grouped, rows.k, view.now), rows.v)]
+    sound = jnp.isfinite(rows.v).all(axis=(1, 3))
+    values = jnp.where(sound[:, None, :, None], rows.v, 0)
+    touched = (view.now & ~sound[:, None, :]).any(axis=-1)
+    parts = [(scores(grouped, rows.k, view.now), values)]
     if past is not None:
         # XLA merges two products of one operand into one, by concatenating the others: here, by copying the cache.
         apart = jax.lax.optimization_barrier(grouped)
@@ -136,4 +140,5 @@ def attention(
         jnp.einsum("bkgts,bksh->bkgth", w.astype(v.dtype), v, preferred_element_type=jnp.float32)
         for w, (_, v) in zip(weights, parts, strict=True)
     )
-    return (mixed / total).astype(q.dtype).reshape(batch, heads, cols, head_dim)
+    mixed = jnp.where(touched[:, None, None, :, None], jnp.nan, mixed / total)
+    return mixed.astype(q.dtype).reshape(batch, heads, cols, head_dim)
