@@ -186,7 +186,7 @@ def test_a_reader_that_leaves_early_is_no_error(tide_process, tiny_dir):
         (["--verify", "4"], ["needs a draft"]),
         (["--propose", "ngram"], ["must be verified"]),
         (["--propose", "ngram", "--verify", "4", "--exits", "fixed:2"], ["would draft"]),
-        (["--remainder", "deferred:9", "--exits", "fixed:2"], ["9", "between 1 and 8"]),
+        (["--remainder", "deferred:9", "--exits", "fixed:2"], ["9", "between 2 and 8"]),
         (["--remainder", "deferred:", "--exits", "fixed:2"], ["'deferred:'"]),
         (["--remainder", "river", "--exits", "fixed:2"], ["'river'", "deferred:N"]),
         (["--remainder", "deferred:8", "--exits", "fixed:2", "--verify", "4"], ["different widths"]),
