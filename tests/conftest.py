@@ -1,5 +1,6 @@
 """Shared fixtures: the real SmolLM2, a tiny random model, and a persistent cache of compiled programs."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -54,3 +55,15 @@ def smollm2(smollm2_dir):
     import tide_jax as tide
 
     return tide.load(smollm2_dir)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Compiled programs are let go after each module: XLA maps every one of them into memory, in many pieces, and a
+    process may have 65,530 such mappings."""
+    yield
+    from tide_jax.decode import engine
+
+    engine._PROGRAMS.clear()
+    jax.clear_caches()
+    gc.collect()
