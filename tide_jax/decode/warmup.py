@@ -75,8 +75,6 @@ def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> Ste
                 if round_:
                     seconds.setdefault((width, speaks), []).append(taken)
             entry[1] = state
-    del programs
-    release_free_memory()
     layer, head = [], []
     for width in WIDTHS:
         silent = float(np.median(seconds[width, False]))
@@ -113,6 +111,7 @@ def warmup(
     if save and model.path is None:
         raise InputError("this model was made in memory: there is no directory to keep step times in. Use save=False.")
     tables = {batch: measure(model, batch) for batch in progress(list(dict.fromkeys(batches.tolist())))}
+    release_free_memory()
     if save:
         write_step_times(model.path, model.dtype.name, tables)
     return tables
