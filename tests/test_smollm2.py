@@ -29,7 +29,7 @@ NEW = 64
 
 @pytest.fixture(scope="session")
 def oracle(smollm2_gguf):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32)

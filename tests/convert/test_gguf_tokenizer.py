@@ -79,7 +79,7 @@ def tokenizer(metadata):
 
 @pytest.fixture(scope="module")
 def theirs(smollm2_gguf):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="transformers reads GGUF files with PyTorch only")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)

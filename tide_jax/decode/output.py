@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from tide_jax.decode.control import executed
 from tide_jax.decode.engine import Engine, Timings
 from tide_jax.decode.state import DecodeState
 from tide_jax.exits.remainders import WIDTHS
@@ -50,12 +51,9 @@ class Drafts:
     @classmethod
     def total(cls, several: Sequence["Drafts"]) -> "Drafts":
         """The sum of several runs."""
+        counts = ("corrected", "rounds", "tokens", "draft_layers", "settle_layers")
         return cls(
-            **{
-                field.name: sum(getattr(one, field.name) for one in several)
-                for field in dataclasses.fields(cls)
-                if field.type == "int" or field.type is int
-            },
+            **{name: sum(getattr(one, name) for one in several) for name in counts},
             proposed=[sum(column) for column in zip(*(one.proposed for one in several), strict=True)],
             accepted=[sum(column) for column in zip(*(one.accepted for one in several), strict=True)],
             passes={width: sum(one.passes[width] for one in several) for width in WIDTHS},
@@ -177,14 +175,14 @@ def _stats(engine: Engine, state: DecodeState, ran: np.ndarray) -> Stats:
 
 def _drafts(engine: Engine, state: DecodeState, decoded: int) -> Drafts:
     tally = jax.tree.map(np.asarray, state.rounds.tally)
-    lengths = np.diff(engine.edges)
+    layers, _ = executed(tally, state.segments_run, engine.edges)
     return Drafts(
         proposed=tally.proposed.tolist(),
         accepted=tally.accepted.tolist(),
         corrected=int(tally.corrected),
         passes=dict(zip(WIDTHS, tally.passes.tolist(), strict=True)),
-        draft_layers=int(np.dot(lengths, np.asarray(state.segments_run))),
-        settle_layers=int((tally.settled_segments @ lengths).sum()),
+        draft_layers=int(layers[0]),
+        settle_layers=int(layers[1:].sum()),
         rounds=int(tally.rounds.sum()),
         tokens=decoded,
     )

@@ -93,7 +93,8 @@ def step(
             needed = jnp.any(running & ~done)
             x, made = jax.lax.cond(needed, run.layers, run.fill, x, running & ~done)
         rows.extend(made)
-        skips.extend([skip] * len(made))
+        if cols.start is not None:
+            skips.extend([skip] * len(made))
         segments_run = segments_run.at[segment].add(needed.astype(jnp.int32))
         if last != num_layers:
             head = heads.get(last, ExitHead())
@@ -108,8 +109,6 @@ def step(
             out = jnp.where(leaves[..., None], left, out)
     out = jnp.where(running[..., None], x, out)
     held = jnp.where((running & (cap == num_layers))[..., None], x, held)
-    if cols.start is None:
-        skips = []
     state, sound = _write(state, rows, skips, positions, cols.valid, jnp.isfinite(x).all(axis=-1))
     sound = sound & jnp.isfinite(out).all(axis=-1)
     flagged = state.flagged | (cols.valid & ~sound).any(axis=1)
