@@ -12,6 +12,9 @@ PYTEST ?= --durations=10
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install
+# The CUDA kernels are compiled, and their compilation tested, where there is an nvcc.
+NVCC := $(shell command -v nvcc)
+CUDA := $(if $(NVCC),-C cmake.define.TIDE_CUDA=ON)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find xla_ffi -type f)
 
 # Programs compiled by one target are used again by the next.
@@ -23,7 +26,7 @@ export JAX_PLATFORMS ?= cpu
 
 test: $(VENV)/.test
 	$(BIN)/python examples/assets.py
-	TIDE_REQUIRE_KERNELS=1 TIDE_REQUIRE_AOT=1 $(BIN)/python -m pytest -m "$(MARKERS)" $(PYTEST)
+	TIDE_REQUIRE_KERNELS=1 TIDE_REQUIRE_AOT=1 $(if $(NVCC),TIDE_REQUIRE_CUDA=1) $(BIN)/python -m pytest -m "$(MARKERS)" $(PYTEST)
 
 test-all: MARKERS :=
 test-all: test
@@ -54,7 +57,7 @@ $(VENV)/.demo: $(VENV)/.build
 # torch: the version that the parity tests were written with. The two jax packages are XLA's compiler for NVIDIA GPUs,
 # which compiles for an H200 without one, and libtpu that for TPUs; they need none of their dependencies for that.
 $(VENV)/.test: $(VENV)/.build
-	$(PIP) --no-build-isolation -e '.[test,plot,dev]' torch==2.13.0
+	$(PIP) --no-build-isolation $(CUDA) -e '.[test,plot,dev]' torch==2.13.0
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') \
 	&& $(PIP) --no-deps jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version libtpu==0.0.52
 	touch $(VENV)/.demo $@

@@ -1,10 +1,14 @@
-"""What depends on versions of orbax, or on the platform's C library."""
+"""What depends on versions of jax or orbax, or on the platform's C library."""
 
 import ctypes
 import gc
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 
 def layer_checkpointer() -> Any:
@@ -31,6 +35,22 @@ def save_tree(checkpointer: Any, path: Path, tree: Any) -> None:
 def restore_tree(checkpointer: Any, path: Path) -> Any:
     """The tree of numpy arrays saved at an absolute path."""
     return checkpointer.restore(path.absolute())
+
+
+def result_of_call(shape: Sequence[int], dtype: Any, operands: Any) -> Any:
+    """The type of a result of an FFI call: inside `jax.shard_map` it varies over the mesh axes its operands vary over.
+
+    A call does not find out by itself. jax 0.10.2 and later keep the axes as `manual_axis_type`, before it was `vma`.
+    """
+
+    def axes(type_: Any) -> frozenset[str]:
+        kept = getattr(type_, "manual_axis_type", getattr(type_, "vma", ()))
+        return frozenset(getattr(kept, "varying", kept))
+
+    most = max(map(jax.typeof, jax.tree.leaves(operands)), key=lambda type_: len(axes(type_)))
+    if axes(most):
+        return most.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
 def release_free_memory() -> None:

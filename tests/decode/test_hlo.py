@@ -17,7 +17,9 @@ from tide_jax.decode.control import new_control
 from tide_jax.decode.loop import run, run_rounds
 from tide_jax.decode.plan import Plan, Rounds
 from tide_jax.decode.state import SLACK, new_rounds, new_state
+from tide_jax.errors import InputError
 from tide_jax.exits import Deferred, ExitHead, Projection, Router, RouterScorer
+from tide_jax.kernels import register_cuda, status
 from tide_jax.models import Decoder
 
 POINTS = (1, 2, 3)
@@ -30,6 +32,17 @@ CONFIG = tiny_config(
     max_positions=SLOTS,
 )  # fmt: skip
 CACHE_ELEMENTS = BATCH * 3 * SLOTS * 64
+
+
+@pytest.fixture(scope="module")
+def cuda_kernels():
+    """The CUDA kernels, registered without a GPU where they were built; whether they are there."""
+    try:
+        return bool(register_cuda().targets)
+    except InputError as error:
+        if os.environ.get("TIDE_REQUIRE_CUDA") == "1":
+            pytest.fail(f"TIDE_REQUIRE_CUDA=1, but {error}")
+        return False
 
 
 @pytest.fixture(
@@ -101,8 +114,10 @@ def compiled(backend, points, learned, rounds=None):
     [((), False), (POINTS, False), (POINTS, True)],
     ids=["plain", "thresholds", "routers"],
 )
-def test_the_decode_loop_never_copies_a_cache(backend, points, learned):
+def test_the_decode_loop_never_copies_a_cache(backend, points, learned, cuda_kernels):
     text = compiled(backend, points, learned)
+    fused = {"cpu": status().available, "h200": cuda_kernels, "v5e": False}[backend]
+    assert hlo.custom_call_targets(text)["tide_exit_route_v1"] == (len(points) if learned and fused else 0)
     assert list(map(str, hlo.cache_sized_ops(text, CACHE_ELEMENTS))) == []
     entry = hlo.parse(text[text.index("\nENTRY ") :]).computations.popitem()[1]
     parameters = [i for i in entry.instructions.values() if i.opcode == "parameter"]

@@ -11,7 +11,8 @@ import tide_jax as tide
 from tide_jax.arrays import write_safetensors
 from tide_jax.errors import InputError
 from tide_jax.exits import ExitHead, ExitHeads
-from tide_jax.exits.heads import load_heads, project, save_heads, score
+from tide_jax.exits.heads import load_heads, project, route, save_heads
+from tide_jax.kernels import Gate
 
 DEPTHS = (11, 3, 7)
 MODEL = dict(fingerprint="this one", hidden_size=24, num_layers=12)
@@ -126,4 +127,8 @@ def test_projection_and_score_are_their_formulas(model):
     np.testing.assert_allclose(projected, unit @ kernel + bias, atol=1e-5)
     wide = unit * np.asarray(model.params["final_norm"]["scale"][...]) @ np.asarray(head.router.down)
     logit = (wide / (1 + np.exp(-wide))) @ np.asarray(head.router.up)
-    np.testing.assert_allclose(score(head.router, jnp.asarray(x), decoder), 1 / (1 + np.exp(-logit)), atol=1e-5)
+    rows = x.shape[:-1]
+    gate = Gate(jnp.full(rows, 0.5), jnp.ones(rows, bool), jnp.zeros(rows, bool), jnp.full(rows, 9))
+    routed = route(head.router, jnp.asarray(x), decoder, gate, layers=3, use_kernels=None)
+    np.testing.assert_array_equal(routed.depth, np.where(np.asarray(routed.score) > 0.5, 3, 9))
+    np.testing.assert_allclose(routed.score, 1 / (1 + np.exp(-logit)), atol=1e-5)

@@ -11,6 +11,7 @@ from flax import nnx
 import tide_jax as tide
 from tide_jax.decode import engine
 from tide_jax.exits import ExitHead, ExitHeads, Projection, Router
+from tide_jax.kernels import decide
 from tide_jax.models import Decoder, DecoderConfig, RopeConfig
 from tide_jax.models.decoder import DecoderLayer
 
@@ -149,8 +150,8 @@ def with_heads(model: tide.Model, *depths: int, projections: bool = True, seed: 
 class ScriptedScorer:
     """The score of a token is what the head's `router.up` says at its position."""
 
-    def scores(self, depth, head, x, positions, decoder):
-        return head.router.up[positions]
+    def route(self, depth, head, x, positions, decoder, gate):
+        return decide(head.router.up[positions], gate, layers=depth)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tide_jax.decode.plan import Plan
 from tide_jax.decode.state import DecodeState
 from tide_jax.exits import ExitHead, Remainder
 from tide_jax.exits.heads import project
+from tide_jax.kernels import Gate
 from tide_jax.models import KV, Attendable, Decoder
 
 
@@ -74,6 +75,7 @@ def step(
     depth = jnp.full((batch, width), num_layers, jnp.int32)
     cap = depth if cols.cap is None else cols.cap
     sure = jnp.ones((batch, width), bool)
+    remaining = None  # columns that the next segment is for, where an exit point has counted them
     out = held = x
     rows: list[KV] = []
     skips: list[Int[Array, " batch"]] = []
@@ -90,7 +92,7 @@ def step(
             needed = jnp.bool_(True)
             x, made = run.layers(x, running)
         else:
-            needed = jnp.any(running & ~done)
+            needed = jnp.any(running & ~done) if remaining is None else remaining > 0
             x, made = jax.lax.cond(needed, run.layers, run.fill, x, running & ~done)
         rows.extend(made)
         if cols.start is not None:
@@ -98,13 +100,15 @@ def step(
         segments_run = segments_run.at[segment].add(needed.astype(jnp.int32))
         if last != num_layers:
             head = heads.get(last, ExitHead())
-            scores = plan.scorer.scores(last, head, x, positions, decoder)
-            fires = scores > state.thresholds[:, segment, None]
-            leaves = running & (start < last) & (fires | (cap == last) if plan.remainder.defers else fires)
+            threshold = jnp.broadcast_to(state.thresholds[:, segment, None], (batch, width))
+            must = (cap == last) if plan.remainder.defers else jnp.zeros((batch, width), bool)
+            gate = Gate(jnp.where(must, -jnp.inf, threshold), running & (start < last), ~running, depth)
+            route = plan.scorer.route(last, head, x, positions, decoder, gate)
+            leaves = running & route.exited
             held = jnp.where(((leaves & (last <= cap)) | (running & (cap == last)))[..., None], x, held)
-            sure = sure & ~(leaves & ~fires)
-            running = running & ~leaves
-            depth = jnp.where(leaves, last, depth)
+            sure = sure & ~(leaves & must & ~(route.score > threshold))
+            running, depth = ~route.exited, route.depth
+            remaining = route.remaining if cols.start is None else None
             left = x if head.projection is None else project(head.projection, x, decoder.config.norm_eps)
             out = jnp.where(leaves[..., None], left, out)
     out = jnp.where(running[..., None], x, out)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from tide_jax.arrays import write_safetensors
 from tide_jax.errors import InputError
-from tide_jax.kernels import router_score
+from tide_jax.kernels import Gate, Norm, Route, exit_route
 from tide_jax.models import Decoder
 
 FILE_NAME = "exit_heads.safetensors"
@@ -55,10 +55,21 @@ def unit(x: Float[Array, "*rows embed"], eps: float) -> Float[Array, "*rows embe
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-def score(router: Router, x: Float[Array, "*rows embed"], decoder: Decoder) -> Float[Array, "*rows"]:
-    """The router's probability, float32 in [0, 1], from the raw state: it applies the model's final norm itself."""
+def route(
+    router: Router,
+    x: Float[Array, "*rows embed"],
+    decoder: Decoder,
+    gate: Gate,
+    *,
+    layers: int,
+    use_kernels: bool | None,
+) -> Route:
+    """Who leaves by the router's probability, made from the raw state: it applies the model's final norm itself."""
     norm = decoder.final_norm
-    return router_score(x, norm.scale[...].astype(jnp.float32), router.down, router.up, eps=norm.eps)
+    return exit_route(
+        x, norm.scale[...].astype(jnp.float32), None, router.down, router.up, gate, norm=Norm(eps=norm.eps),
+        layers=layers, use_kernels=use_kernels,
+    )  # fmt: skip
 
 
 class ExitHeads(NamedTuple):

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tide_jax.errors import InputError
-from tide_jax.exits.heads import ExitHead, ExitHeads, score
+from tide_jax.exits.heads import ExitHead, ExitHeads, route
+from tide_jax.kernels import Gate, Route, decide, require
 from tide_jax.models import Decoder
 
 LEAVE = -1.0  # below every score
@@ -24,17 +25,21 @@ STAY = 2.0  # above every score
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A hashable object whose `scores` is traced into the program at every exit point."""
+    """A hashable object whose `route` is traced into the program at every exit point."""
 
-    def scores(
+    def route(
         self,
         depth: int,
         head: ExitHead,
         x: Float[Array, "batch cols embed"],
         positions: Int[Array, "batch cols"],
         decoder: Decoder,
-    ) -> Float[Array, "batch cols"]:
-        """Scores in [0, 1] of the states x after `depth` layers."""
+        gate: Gate,
+    ) -> Route:
+        """Score the states x after `depth` layers, in [0, 1], and let those above their threshold leave.
+
+        With scores of one's own: `tide_jax.kernels.decide(scores, gate, layers=depth)`.
+        """
         ...
 
 
@@ -42,18 +47,24 @@ class Scorer(Protocol):
 class NoScorer:
     """Every score is 0: thresholds alone decide."""
 
-    def scores(self, depth, head, x, positions, decoder):
-        """Zeros, float32 [batch, cols]."""
-        return jnp.zeros(x.shape[:2], jnp.float32)
+    def route(self, depth, head, x, positions, decoder, gate):
+        """All scores are zero, float32 [batch, cols]."""
+        return decide(jnp.zeros(x.shape[:2], jnp.float32), gate, layers=depth)
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterScorer:
-    """The calibrated router of the exit point."""
+    """The calibrated router of the exit point.
 
-    def scores(self, depth, head, x, positions, decoder):
-        """The router's probabilities, float32 [batch, cols]."""
-        return score(head.router, x, decoder)
+    Attributes:
+        use_kernels: None: the compiled kernel where it wins; True: always; False: never.
+    """
+
+    use_kernels: bool | None = None
+
+    def route(self, depth, head, x, positions, decoder, gate):
+        """By the router's probabilities, float32 [batch, cols]."""
+        return route(head.router, x, decoder, gate, layers=depth, use_kernels=self.use_kernels)
 
 
 @runtime_checkable
@@ -128,12 +139,23 @@ class RouterExit:
     Attributes:
         threshold: one number for all exit points; a mapping depth -> threshold (points left out never fire); or None
             for the thresholds that `tide-jax calibrate` stored. Anything of 1 and more never fires.
+        use_kernels: None: the compiled kernel where it wins; True: always, and it must be there; False: never.
+
+    Raises:
+        InputError: a threshold that is none, or `use_kernels=True` and there are none.
     """
 
     threshold: float | Mapping[int, float] | None = None
-    scorer = RouterScorer()
+    use_kernels: bool | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def scorer(self) -> Scorer:
+        """The router."""
+        return RouterScorer(self.use_kernels)
 
     def __post_init__(self):
+        if self.use_kernels:
+            require()
         given = self.threshold.values() if isinstance(self.threshold, Mapping) else [self.threshold]
         for value in given:
             if value is not None and not (isinstance(value, int | float | np.number) and value >= 0):

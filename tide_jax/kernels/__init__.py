@@ -10,7 +10,13 @@ program is lowered for a platform. Without the compiled extension, on a platform
     True
 """
 
-from tide_jax.kernels.registry import KernelStatus, status
-from tide_jax.kernels.router_score import router_score
+from tide_jax.kernels.compact import Compacted, compact
+from tide_jax.kernels.exit_route import Gate, Route, decide, exit_route
+from tide_jax.kernels.norm import Norm
+from tide_jax.kernels.registry import KernelStatus, register_cuda, require, status
+from tide_jax.kernels.scatter_rows import scatter_rows
 
-__all__ = ["KernelStatus", "router_score", "status"]
+__all__ = [
+    "Compacted", "Gate", "KernelStatus", "Norm", "Route", "compact", "decide", "exit_route", "register_cuda", "require",
+    "scatter_rows", "status",
+]  # fmt: skip
