@@ -24,18 +24,33 @@ TIMES = StepTimes(layer=(1.0, 1.5, 2.0), head=(6.0, 8.0, 9.0))
 LAYERS = 30
 
 
+def seconds_of(width, drafting):
+    """Of one round, in plain Python; a wide one has to promise more."""
+    index, depth = (1, 4, 8).index(width), drafting or 0
+    seconds = (LAYERS - depth if width > 1 else LAYERS) * TIMES.layer[index] + TIMES.head[index]
+    if drafting and width > 1:
+        seconds += width * depth * TIMES.layer[0] + (width - 1) * TIMES.head[0]
+    return seconds * (1 if width == 1 else MARGIN)
+
+
 def time_left(rates, proposals, left, width, drafting):
-    """The rows' expected seconds to their limits, added up, in plain Python."""
-    index = (1, 4, 8).index(width)
+    """The rows' expected seconds to their limits, added up."""
     rounds = sum(
         rest / sum(rate**i for i in range(min(n, width - 1) + 1))
         for rate, n, rest in zip(rates, proposals, left, strict=True)
     )
-    depth = drafting or 0
-    seconds = (LAYERS - depth if width > 1 else LAYERS) * TIMES.layer[index] + TIMES.head[index]
-    if drafting and width > 1:
-        seconds += width * depth * TIMES.layer[0] + (width - 1) * TIMES.head[0]
-    return rounds * seconds * (1 if width == 1 else MARGIN)
+    return rounds * seconds_of(width, drafting)
+
+
+def end_of_batch(rates, offers, left, width, drafting):
+    """The expected seconds until the last row ends, if rounds with something to draft have this width."""
+    rounds = [
+        rest / (1 + offer * (sum(rate**i for i in range(width)) - 1))
+        for rate, offer, rest in zip(rates, offers, left, strict=True)
+    ]
+    wide = np.mean([offer for offer, rest in zip(offers, left, strict=True) if rest])
+    plain = seconds_of(1, drafting)
+    return max(rounds) * (plain + wide * (seconds_of(width, drafting) - plain))
 
 
 @pytest.mark.parametrize("drafting", [None, 3.0, 12.0])
@@ -49,10 +64,16 @@ def test_the_fastest_width_is_chosen(drafting):
         prior = PRIOR if drafting is None else control.EXITS_PRIOR
         rates = (accepted + prior[0]) / (tried + prior[1])
         state = new_control(TIMES, 3, drafting or LAYERS)
-        state = state._replace(accepted=jnp.asarray(accepted, jnp.float32), tried=jnp.asarray(tried, jnp.float32))
+        offers = random.random(3) if drafting is None else np.ones(3)
+        known = {"accepted": accepted, "tried": tried, "offers": offers}
+        state = state._replace(**{name: jnp.asarray(value, jnp.float32) for name, value in known.items()})
         arguments = (state, (4, 8), LAYERS, jnp.asarray(proposals), jnp.asarray(left))
         width = int(best_width(*arguments, drafting_costs=drafting is not None))
         times = {option: time_left(rates, proposals, left.tolist(), option, drafting) for option in (1, 4, 8)}
+        plain = end_of_batch(rates, offers, left.tolist(), 1, drafting)
+        for option in (4, 8):
+            if end_of_batch(rates, offers, left.tolist(), option, drafting) > plain:
+                del times[option]
         assert times[width] == pytest.approx(min(times.values()), rel=1e-5)
         chosen.add(width)
     assert chosen >= ({1} if drafting == 12.0 else {1, 4, 8})  # drafts of 12 layers seldom pay
@@ -66,20 +87,36 @@ def test_rows_that_have_ended_do_not_count():
     assert best_width(*arguments, jnp.asarray([0, 9]), drafting_costs=False) == 1
 
 
-def test_the_table_moves_towards_the_clock_by_the_share_of_each_width():
-    predicted = np.array([3.0, 1.0, 0.0])
-    moved = TIMES.corrected(predicted, 6.0)  # half as long again
-    np.testing.assert_allclose(moved.layer, [1 + 0.25 * 0.75, 1.5 * (1 + 0.25 * 0.25), 2.0])
-    np.testing.assert_allclose(np.divide(moved.head, TIMES.head), np.divide(moved.layer, TIMES.layer))
+def test_no_row_waits_for_drafts_that_do_not_bring_the_end_nearer():
+    """One row always drafts, rightly, and ends soon; the other never does, and its tokens are what is waited for."""
+    state = new_control(TIMES, 2, LAYERS)._replace(accepted=jnp.asarray([30.0, 30.0]), tried=jnp.asarray([30.0, 30.0]))
+    both, left = jnp.asarray([7, 7]), jnp.asarray([60, 60])
+    for offers, width in (((1.0, 1.0), 8), ((1.0, 0.05), 1)):
+        known = state._replace(offers=jnp.asarray(offers))
+        assert best_width(known, (4, 8), LAYERS, both, left, drafting_costs=False) == width
+
+
+def test_offers_are_how_often_a_row_could_draft():
+    state, share = new_control(TIMES, 2, LAYERS), np.full(2, control.OFFERS_PRIOR)
+    for proposals in ([3, 0], [1, 0], [0, 7]):
+        state = control.offered(state, jnp.asarray(proposals))
+        share = control.MEMORY * share + (1 - control.MEMORY) * (np.asarray(proposals) > 0)
+    np.testing.assert_allclose(state.offers, share, rtol=1e-6)
+
+
+def test_the_table_follows_the_clock_and_keeps_its_proportions():
+    moved = TIMES.corrected(4.0, 6.0)  # half as long again
+    np.testing.assert_allclose(moved.layer, np.multiply(TIMES.layer, 1.25))
+    np.testing.assert_allclose(moved.head, np.multiply(TIMES.head, 1.25))
     times = TIMES
     for _ in range(40):
-        work = times.seconds(np.array([300, 0, 0]), np.array([10, 0, 0]))
+        work = times.seconds(np.array([300, 20, 0]), np.array([10, 1, 0])).sum()
         times = times.corrected(work, 1000.0)
-    assert times.seconds(np.array([300, 0, 0]), np.array([10, 0, 0])).sum() == pytest.approx(1000, rel=1e-3)
-    assert times.layer[1:] == TIMES.layer[1:]
-    outlier = TIMES.corrected(predicted, 4000.0)
-    assert max(np.divide(outlier.layer, TIMES.layer)) < 1.5
-    assert TIMES.corrected(np.zeros(3), 1.0) == TIMES == TIMES.corrected(predicted, 0.0)
+    assert times.seconds(np.array([300, 20, 0]), np.array([10, 1, 0])).sum() == pytest.approx(1000, rel=1e-3)
+    np.testing.assert_allclose(np.divide(times.layer, times.layer[0]), np.divide(TIMES.layer, TIMES.layer[0]))
+    outlier = TIMES.corrected(4.0, 4000.0)
+    assert max(np.divide(outlier.layer, TIMES.layer)) <= 1.5
+    assert TIMES.corrected(0.0, 1.0) == TIMES == TIMES.corrected(4.0, 0.0)
 
 
 def test_times_between_measured_batch_sizes_are_interpolated():

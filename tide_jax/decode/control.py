@@ -4,11 +4,12 @@ The choice is a prediction. The rate r at which drafts are accepted is an expone
 tokens is then expected to yield n = 1 + r + … + r^m tokens. If every round were like this one, a row would need as many
 rounds to its limit as it has tokens left, divided by n, and a round takes what the table says. The width is taken at
 which these times, added up over the rows, are least: so a row that gains nothing is not made to wait for one that gains
-much. The host corrects the table from wall clock between runs (`corrected`).
+much. And of a batch only widths are taken with which its last row is expected to end sooner too, given how often the
+rows had something to draft. The host keeps the table's scale at the wall clock's between runs (`corrected`).
 
 `MEMORY`, `PRIOR` and `MARGIN` were chosen by replaying `Ngram` on SmolLM2's answers to 66 prompts of five kinds at
-measured costs, for rows alone and in batches of 8; the result hardly moves with any of them. `EXITS_PRIOR` and
-`FORGETTING` are reasoned, not measured.
+measured costs, for rows alone and in batches of 8; the result hardly moves with any of them. `EXITS_PRIOR`,
+`FORGETTING` and `OFFERS_PRIOR` are reasoned, not measured.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ PRIOR = (2.0, 4.0)  # accepted, tried: before anything is known, every other pro
 # drafting: so they begin with much trust, and win it back slowly in rounds without a draft.
 EXITS_PRIOR = (1.8, 2.0)
 FORGETTING = 0.995
+OFFERS_PRIOR = 0.5  # of rounds, before any
 MARGIN = 1.05  # what a wider round must promise over a plain step: the losses of wrong predictions come first
 
 
@@ -62,18 +64,17 @@ class StepTimes:
         """Predicted seconds, by width, of so many layers and LM heads."""
         return np.asarray(self.layer) * layers + np.asarray(self.head) * heads
 
-    def corrected(self, predicted: Float[np.ndarray, " widths"], measured: float) -> "StepTimes":
-        """The table after `measured` seconds for what was predicted, by width: each width moves by its share."""
-        total = float(predicted.sum())
-        if not total or not measured:
+    def corrected(self, predicted: float, measured: float) -> "StepTimes":
+        """The table after `measured` seconds for what was predicted: all of it moves half of the way.
+
+        How the widths compare stays as it was measured side by side: a run at one width, on a machine that is slower
+        for a while, says nothing of that, and would make the other widths look cheap.
+        """
+        if not predicted or not measured:
             return self
-        # One run may have met another's work on the machine: no entry moves by more than half at once.
-        error = np.clip(measured / total, 0.5, 2.0) - 1
-        factor = 1 + 0.5 * error * predicted / total
-        return StepTimes(
-            layer=tuple((np.asarray(self.layer) * factor).tolist()),
-            head=tuple((np.asarray(self.head) * factor).tolist()),
-        )
+        # One run may have met another's work on the machine: no more than half as much again at once.
+        factor = 1 + 0.5 * float(np.clip(measured / predicted - 1, -0.5, 1.0))
+        return StepTimes(layer=[time * factor for time in self.layer], head=[time * factor for time in self.head])
 
 
 def _is_seconds(row: object) -> bool:
@@ -89,6 +90,7 @@ def new_control(times: StepTimes, batch: int, draft_layers: int | float) -> Cont
         head=jnp.asarray(times.head, jnp.float32),
         accepted=jnp.zeros(batch, jnp.float32),
         tried=jnp.zeros(batch, jnp.float32),
+        offers=jnp.full(batch, OFFERS_PRIOR, jnp.float32),
         draft_layers=jnp.float32(draft_layers),
     )
 
@@ -105,6 +107,11 @@ def learn(rounds: RoundState, accepted: Int[Array, " batch"], proposed: Int[Arra
             tried=jnp.where(some, MEMORY * control.tried + tried, control.tried),
         )
     )
+
+
+def offered(control: Control, proposals: Int[Array, " batch"]) -> Control:
+    """Take in which rows have something to draft."""
+    return control._replace(offers=MEMORY * control.offers + (1 - MEMORY) * (proposals > 0))
 
 
 def forget(rounds: RoundState) -> RoundState:
@@ -126,6 +133,8 @@ def best_width(
 ) -> Int[Array, ""]:
     """The width, 1 or one of `bodies`, at which the rows' expected times to their limits add up to least.
 
+    Of the widths that are expected to bring the end of the whole batch nearer.
+
     Args:
         control: what is known.
         bodies: widths above 1 that passes are compiled for.
@@ -136,7 +145,10 @@ def best_width(
     """
     accepted, tried = EXITS_PRIOR if drafting_costs else PRIOR
     rate = (control.accepted + accepted) / (control.tried + tried)
+    offers = jnp.ones_like(control.offers) if drafting_costs else control.offers
+    busy = jnp.where(left > 0, offers, 0).sum() / jnp.maximum((left > 0).sum(), 1)  # share of rounds that would be wide
     widths, times = (1, *bodies), []
+    step = num_layers * control.layer[0] + control.head[0]
     for width in widths:
         index = WIDTHS.index(width)
         powers = rate[:, None] ** jnp.arange(width)
@@ -146,8 +158,9 @@ def best_width(
         if drafting_costs and width > 1:
             settled = num_layers - control.draft_layers
             drafting = width * control.draft_layers * control.layer[0] + (width - 1) * control.head[0]
-        seconds = drafting + settled * control.layer[index] + control.head[index]
-        times.append(rounds * seconds * (1.0 if width == 1 else MARGIN))
+        seconds = (drafting + settled * control.layer[index] + control.head[index]) * (1.0 if width == 1 else MARGIN)
+        end = (left / (1 + offers * (powers.sum(axis=1) - 1))).max() * (step + busy * (seconds - step))
+        times.append(jnp.where(end <= left.max() * step, rounds * seconds, jnp.inf) if width > 1 else rounds * seconds)
     return jnp.asarray(widths)[jnp.argmin(jnp.stack(times))]
 
 

@@ -225,14 +225,14 @@ class Engine:
         return executed(state.rounds.tally, state.segments_run, self.edges)
 
     def _compared_with_the_clock(self, state: DecodeState, before, seconds: float) -> DecodeState:
-        """Count what the step times predicted for a run, and correct them for the next from what it took."""
+        """Count what the step times predicted for a run, and take their scale for the next from what it took."""
         batch = state.live.shape[0]
         if not self._step_times:
             return state
         times = at_batch(self._step_times, batch)
         layers, heads = (now - then for now, then in zip(self._executed(state), before, strict=True))
-        predicted = times.seconds(layers, heads)
-        self.timings.predicted += float(predicted.sum())
+        predicted = float(times.seconds(layers, heads).sum())
+        self.timings.predicted += predicted
         times = times.corrected(predicted, seconds)
         self._step_times = {**self._step_times, batch: times}
         control = state.rounds.control

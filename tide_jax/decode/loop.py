@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tide_jax.decode.control import best_width, forget, learn
+from tide_jax.decode.control import best_width, forget, learn, offered
 from tide_jax.decode.emit import choices, emit
 from tide_jax.decode.plan import Plan
 from tide_jax.decode.proposers import Proposal, propose
@@ -102,15 +102,12 @@ def _count_round(state: DecodeState) -> DecodeState:
 def _choose_width(decoder: Decoder, plan: Plan, state: DecodeState, proposal: Proposal | None) -> DecodeState:
     left = jnp.where(state.live, state.limit - 1 - state.length, 0)
     room = jnp.maximum(left - 1, 0)
-    width = best_width(
-        state.rounds.control,
-        plan.rounds.bodies,
-        decoder.config.num_layers,
-        room if proposal is None else jnp.minimum(proposal.count, room),
-        left,
-        drafting_costs=proposal is None,
-    )
-    return dataclasses.replace(state, rounds=state.rounds._replace(width=jnp.full_like(state.rounds.width, width)))
+    proposals = room if proposal is None else jnp.minimum(proposal.count, room)
+    rounds, layers = state.rounds, decoder.config.num_layers
+    control = offered(rounds.control, proposals)
+    width = best_width(control, plan.rounds.bodies, layers, proposals, left, drafting_costs=proposal is None)
+    rounds = rounds._replace(control=control, width=jnp.full_like(rounds.width, width))
+    return dataclasses.replace(state, rounds=rounds)
 
 
 def _observe(plan: Plan, before: DecodeState, state: DecodeState, proposal: Proposal | None) -> DecodeState:
@@ -127,6 +124,6 @@ def _observe(plan: Plan, before: DecodeState, state: DecodeState, proposal: Prop
     else:
         token = jnp.take_along_axis(state.tokens, before.length[:, None] + 1, axis=1)[:, 0]
         settled = (rounds.tally.passes != old.tally.passes)[1:].any()
-        offered = (before.live & (proposal.count > 0) & ~settled).astype(jnp.int32)
-        rounds = learn(rounds, offered * (proposal.tokens[:, 0] == token), offered)
+        unused = (before.live & (proposal.count > 0) & ~settled).astype(jnp.int32)
+        rounds = learn(rounds, unused * (proposal.tokens[:, 0] == token), unused)
     return dataclasses.replace(state, rounds=rounds)

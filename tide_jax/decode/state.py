@@ -47,6 +47,7 @@ class Control(NamedTuple):
         head: seconds of the LM head in such passes.
         accepted: exponentially weighted count of accepted drafts of each row.
         tried: the same of drafts up to the first wrong one.
+        offers: exponential average, per row, of how often there is something to draft.
         draft_layers: layers that a pass of drafting runs, exponentially averaged.
     """
 
@@ -54,6 +55,7 @@ class Control(NamedTuple):
     head: Float[Array, " widths"]
     accepted: Float[Array, " batch"]
     tried: Float[Array, " batch"]
+    offers: Float[Array, " batch"]
     draft_layers: Float[Array, ""]
 
 
