@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -55,5 +56,13 @@ def median(values: list[float]) -> float:
 
 
 def emit(result: Mapping[str, object], *, as_json: bool, lines: list[str]) -> None:
-    """One JSON object on standard output, or lines for people."""
-    print(json.dumps(result, indent=2) if as_json else "\n".join(lines))
+    """One JSON object on standard output, or lines for people. What is not a number is null in JSON."""
+    print(json.dumps(_plain(result), indent=2, allow_nan=False) if as_json else "\n".join(lines))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -61,3 +61,37 @@ def test_the_speeds_it_quotes_are_those_of_the_committed_run():
     measured = json.loads((root / "benchmarks" / "results" / "decode_cpu.json").read_text())
     for name in ("full_vs_transformers", "depth24_vs_full", "depth16_vs_full", "depth8_vs_full"):
         assert f"| {measured[name]:.2f} × |" in README
+
+
+def results(name):
+    return json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / name).read_text())
+
+
+def test_the_kernel_times_it_quotes_are_those_of_the_committed_run():
+    page = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text(encoding="utf-8")
+    measured = results("kernels_cpu.json")
+    quoted = 0
+    for op in ("exit_route", "compact", "compact_normed"):
+        for size, times in measured[op].items():
+            rows, width = size.removeprefix("n").split(" d")
+            best = times["us"][times["best_xla"]]
+            row = f"| {op} | {rows} | {width} | {times['us']['kernel']:.2f} | {best:.2f} | {times['ratio']:.2f} × |"
+            quoted += row in page
+            assert times["us"]["kernel"] > 0
+    assert quoted == sum(len(measured[op]) for op in ("exit_route", "compact", "compact_normed"))
+    for name in ("exit_route_n1_vs_xla", "exit_route_n16_vs_xla"):
+        assert f"{measured[name]:.2f} ×" in README
+
+
+def test_the_gains_of_verified_decoding_it_quotes_are_those_of_the_committed_run():
+    measured, exact = results("verified_cpu.json"), results("exactness_cpu.json")
+    for group, ratio in measured["groups"].items():
+        assert f"{ratio:.2f} ×" in README, group
+    for name in ("copy_heavy_w4", "copy_heavy_w8", "batch8"):
+        assert f"{measured[name]:.2f} ×" in README, name
+    for name, ratio in measured["exit_drafts"].items():
+        assert f"{ratio:.2f} ×" in README, name
+    assert measured["identical"]
+    assert sum(kind["faults"] for kind in exact["drafts"].values()) == 0
+    assert {kind["tokens"] for kind in exact["drafts"].values()} == {25600}
+    assert "25,600 tokens" in README

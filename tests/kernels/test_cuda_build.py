@@ -81,6 +81,29 @@ def test_no_kernel_spills_registers_on_any_architecture():
         assert spilled == 0, (key, spilled)
         # Blocks of 256 threads: with 128 registers each, two of them fit a multiprocessor.
         assert registers <= 128, (key, registers)
+    _check_table(usage)
+
+
+def _check_table(usage):
+    """The registers that docs/kernels.md lists are these, where nvcc is the one it names."""
+    if "release 13.0" not in subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout:
+        return
+    page = (ROOT / "docs/kernels.md").read_text()
+    names = {
+        "exit_route, 1 row a tile": "ExitRouteKernelI{}Li1E",
+        "exit_route, 4 rows": "ExitRouteKernelI{}Li4E",
+        "exit_route, 16 rows": "ExitRouteKernelI{}Li16E",
+        "compact": "CompactKernelI{}E",
+    }
+    for label, pattern in names.items():
+        listed = re.search(rf"\| {label} \| (\d+) \| (\d+) \| (\d+) \|", page).groups()
+        for mangled, count in zip(("f", "NS_8BFloat16E", "NS_7Float16E"), listed, strict=True):
+            (found,) = [
+                registers
+                for (architecture, name), (registers, _) in usage.items()
+                if architecture == "sm_90" and pattern.format(mangled) in name
+            ]
+            assert found == int(count), (label, mangled, found)
 
 
 def configure(tmp_path, *options, **environment):
