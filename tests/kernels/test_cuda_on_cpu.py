@@ -177,13 +177,12 @@ SANITIZERS = {
 def build_cover(directory, *flags):
     """The small cover of all kernels as a program, with the CPU kernels of every instruction set."""
     objects = []
-    sets = {"baseline": ("4", "4", "2"), "avx2": ("8", "4", "2", "-mavx2", "-mfma")}
-    sets["avx512"] = ("16", "8", "2", "-mavx512f", "-mavx512vl", "-mavx2", "-mfma")
+    sets = {"baseline": ("4",), "avx2": ("8", "-mavx2", "-mfma")}
+    sets["avx512"] = ("16", "-mavx512f", "-mavx512vl", "-mavx2", "-mfma")
     x86 = os.uname().machine == "x86_64"
-    for name, (floats, rows, vectors, *options) in sets.items():
+    for name, (floats, *options) in sets.items():
         if x86 or name == "baseline":
-            defines = (f"-DTIDE_ISA=isa_{name}", f"-DTIDE_VECTOR_FLOATS={floats}", f"-DTIDE_WIDE_ROWS={rows}")
-            defines += (f"-DTIDE_WIDE_VECTORS={vectors}", "-fno-math-errno", "-c")
+            defines = (f"-DTIDE_ISA=isa_{name}", f"-DTIDE_VECTOR_FLOATS={floats}", "-fno-math-errno", "-c")
             source = [SOURCES / "src/router_cpu_isa.cc"]
             objects.append(compile_for_cpu(directory / f"{name}.o", source, *defines, *options, *flags))
     sources = [SOURCES / "testing/sanitize.cc", SOURCES / "src/router_cpu.cc", *objects]

@@ -1,7 +1,6 @@
 // router_cpu.h for one instruction set. CMake compiles this file once for each, with
 //   TIDE_ISA            the namespace of the result
 //   TIDE_VECTOR_FLOATS  floats in a vector register
-//   TIDE_WIDE_ROWS, TIDE_WIDE_VECTORS  the largest block of sums that its registers hold
 // and the compiler's options for it. All but the one table is internal: a function of this file
 // must never be taken by the linker for another file's.
 
@@ -41,6 +40,11 @@ inline void Store(float* to, Vec<kFloats> value) {
 }
 
 constexpr int kFloats = TIDE_VECTOR_FLOATS;
+
+template <int kValue>
+struct Int {
+  static constexpr int value = kValue;
+};
 
 // exp within 2 units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2] (its coefficients
 // are those of the Taylor series). Above 88 it is infinite, below -87 some 1e-38: a sigmoid does not
@@ -162,16 +166,18 @@ void Hidden(const float* normed, int64_t stride, int64_t rows, const float* down
   normed += first;
   down += first * r;
   const int64_t d = last - first;
+  // Blocks of as many sums as there are registers for: 32 with the widest vectors, else 16.
+  constexpr int kSums = kFloats == 16 ? 16 : 8;
   int64_t row = 0;
-  for (; row + TIDE_WIDE_ROWS <= rows; row += TIDE_WIDE_ROWS) {
-    Rows<TIDE_WIDE_ROWS, TIDE_WIDE_VECTORS>(normed + row * stride, stride, d, down, r,
-                                            hidden + row * r);
-  }
-  // As many sums again: 32 registers with the widest vectors, 16 with others.
-  for (; row + 4 <= rows; row += 4) {
-    Rows<4, kFloats == 16 ? 4 : 2>(normed + row * stride, stride, d, down, r, hidden + row * r);
-  }
-  for (; row < rows; ++row) Rows<1, 8>(normed + row * stride, stride, d, down, r, hidden + row * r);
+  const auto take = [&](auto count, auto vectors) {
+    for (; row + count.value <= rows; row += count.value) {
+      Rows<count.value, vectors.value>(normed + row * stride, stride, d, down, r, hidden + row * r);
+    }
+  };
+  if constexpr (kSums == 16) take(Int<8>{}, Int<kSums / 8>{});
+  take(Int<4>{}, Int<kSums / 4>{});
+  take(Int<2>{}, Int<kSums / 2>{});
+  take(Int<1>{}, Int<8>{});
 }
 
 float Score(const float* hidden, const float* up, int64_t r) {
