@@ -1,12 +1,12 @@
 # make test       lint-free test run: everything but the longest tests
-# make test-all   everything
+# make test-all   everything but what needs a GPU (benchmarks/gpu_check.py)
 # make demo       the main job on a real model, speed beside quality
 # make lint       style
 # make clean      what the targets above made, the fetched model and texts included
 #
 # One virtual environment, .venv, made by $(PYTHON); `make demo` installs only what the demo needs.
 PYTHON ?= python3
-MARKERS ?= not slow_all
+MARKERS ?= not slow_all and not gpu
 PYTEST ?= --durations=10
 
 VENV := .venv
@@ -28,7 +28,7 @@ test: $(VENV)/.test
 	$(BIN)/python examples/assets.py
 	TIDE_REQUIRE_KERNELS=1 TIDE_REQUIRE_AOT=1 $(if $(NVCC),TIDE_REQUIRE_CUDA=1) $(BIN)/python -m pytest -m "$(MARKERS)" $(PYTEST)
 
-test-all: MARKERS :=
+test-all: MARKERS := not gpu
 test-all: test
 
 demo: $(VENV)/.demo
