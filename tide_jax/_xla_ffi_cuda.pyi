@@ -5,6 +5,9 @@ from typing import Any
 def registrations() -> dict[str, Any]:
     """Return {target name: capsule} of every handler compiled into this module."""
 
+def device_error() -> str:
+    """Return why the kernels cannot run on this process's device, or an empty string."""
+
 def cuda_version() -> str:
     """Return the version of the CUDA toolkit that it was compiled with, such as "13.0"."""
 

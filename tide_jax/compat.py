@@ -37,19 +37,34 @@ def restore_tree(checkpointer: Any, path: Path) -> Any:
     return checkpointer.restore(path.absolute())
 
 
-def result_of_call(shape: Sequence[int], dtype: Any, operands: Any) -> Any:
-    """The type of a result of an FFI call: inside `jax.shard_map` it varies over the mesh axes its operands vary over.
+def mesh_axes(type_: Any) -> frozenset[str]:
+    """The mesh axes over which a value of this type varies inside `jax.shard_map`.
 
-    A call does not find out by itself. jax 0.10.2 and later keep the axes as `manual_axis_type`, before it was `vma`.
+    jax 0.10.2 and later keep them as `manual_axis_type`, before it was `vma`.
     """
+    kept = getattr(type_, "manual_axis_type", getattr(type_, "vma", ()))
+    return frozenset(getattr(kept, "varying", kept))
 
-    def axes(type_: Any) -> frozenset[str]:
-        kept = getattr(type_, "manual_axis_type", getattr(type_, "vma", ()))
-        return frozenset(getattr(kept, "varying", kept))
 
-    most = max(map(jax.typeof, jax.tree.leaves(operands)), key=lambda type_: len(axes(type_)))
-    if axes(most):
-        return most.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
+def varying_alike(operands: Any) -> Any:
+    """The same arrays, all of them varying over every mesh axis that one of them varies over."""
+    axes = frozenset().union(*(mesh_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(operands)))
+
+    def widened(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - mesh_axes(jax.typeof(leaf))))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(widened, operands)
+
+
+def result_of_call(shape: Sequence[int], dtype: Any, operand: Any) -> Any:
+    """The type of a result of an FFI call: it varies over the mesh axes that the operand varies over.
+
+    A call does not find out by itself. All its operands are expected to be `varying_alike`.
+    """
+    type_ = jax.typeof(operand)
+    if mesh_axes(type_):
+        return type_.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 

@@ -126,3 +126,29 @@ def test_without_nvcc_the_build_says_what_to_do(tmp_path):
     message = " ".join(done.stderr.split())
     assert "TIDE_CUDA=ON needs the CUDA toolkit, and no nvcc was found" in message
     assert "its jnp path gives the same results" in message
+
+
+FAKE_NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release {release}, V{release}.1" ;;
+  *compute_1[02]*) echo "nvcc fatal   : Unsupported gpu architecture" >&2; exit 1 ;;
+  *) exec nvcc "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("release", "said"), [("12.4", None), ("11.8", "the kernels need CUDA 12.1 or newer")])
+def test_older_toolkits_get_what_they_know_or_are_refused(tmp_path, release, said):
+    if shutil.which("cmake") is None or shutil.which("nvcc") is None:
+        pytest.skip("no cmake or no nvcc on the PATH")
+    fake = tmp_path / "nvcc"
+    fake.write_text(FAKE_NVCC.format(release=release))
+    fake.chmod(0o755)
+    done = configure(tmp_path / "build", "-DTIDE_CUDA=ON", CUDACXX=str(fake))
+    if said is None:
+        assert done.returncode == 0, done.stderr
+        cache = (tmp_path / "build" / "CMakeFiles").rglob("CMakeCUDACompiler.cmake")
+        assert any("compute_120" not in path.read_text() for path in cache)
+    else:
+        assert done.returncode != 0
+        assert said in " ".join(done.stderr.split())

@@ -188,16 +188,16 @@ import functools
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from tide_jax.kernels import Gate, Norm, Route, exit_route
-mesh = Mesh(np.array(jax.devices()), ("data",))
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "other"))
 rng = np.random.default_rng(0)
 x, scale, down, up = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 64), (64,), (64, 32), (32,)))
 gate = Gate(jnp.linspace(0, 1, 8), jnp.ones(8, bool), jnp.zeros(8, bool), jnp.full(8, 9))
 
 def local(x, scale, down, up, gate):
     route = exit_route(x, scale, None, down / 8, up, gate, norm=Norm(eps=0.1), layers=3)
-    return route._replace(remaining=jax.lax.psum(route.remaining, "data"))
+    return route._replace(remaining=jax.lax.psum(route.remaining, ("data", "other")))
 
-rows = P("data")
+rows = P(("data", "other"))
 weights = (P(), P(), P())
 program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, *weights, rows),
                                 out_specs=Route(rows, rows, rows, P())))
@@ -213,8 +213,30 @@ got = program(*placed)
 np.testing.assert_allclose(got.score, whole.score, atol=2e-6)
 np.testing.assert_array_equal(got.depth, whole.depth)
 assert got.remaining == whole.remaining, (got.remaining, whole.remaining)
+
+# Operands that vary over different axes.
+def mixed(x, gate):
+    return exit_route(x, scale, None, down / 8, up, gate, norm=Norm(eps=0.1), layers=3).depth
+
+specs = (P("data"), P("other"))
+depth = jax.jit(jax.shard_map(mixed, mesh=mesh, in_specs=specs, out_specs=P(("data", "other"))))(x, gate)
+assert set(depth.tolist()) <= {3, 9}, depth
 print("ok")
 """
+
+
+X64 = """
+import jax.numpy as jnp
+from tide_jax.kernels import compact
+kept = compact(jnp.ones((4, 3), jnp.float32), jnp.ones(4, bool), bucket=2)
+assert kept.rows.dtype == jnp.float32 and kept.index.dtype == jnp.int32
+print("ok")
+"""
+
+
+def test_wide_numbers_by_default_change_nothing():
+    done = run(X64, JAX_ENABLE_X64="1")
+    assert done.stdout == "ok\n", done.stderr
 
 
 def test_under_shard_map_nothing_is_gathered():

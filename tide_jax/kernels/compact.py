@@ -57,7 +57,7 @@ def _call(
 ) -> Compacted:
     scale, bias = (jnp.zeros(0, jnp.float32) if part is None else part for part in (scale, bias))
     attributes = {"norm": np.int32(-1), "eps": np.float32(0)} if norm is None else norm.attributes
-    result = functools.partial(result_of_call, operands=(x, keep, scale, bias))
+    result = functools.partial(result_of_call, operand=x)
     results = [result((bucket, x.shape[1]), x.dtype), result((bucket,), jnp.int32), result((), jnp.int32)]
     return Compacted(
         *jax.ffi.ffi_call(TARGET, results, vmap_method="broadcast_all")(x, keep, scale, bias, **attributes)
@@ -105,7 +105,7 @@ def compact(
         raise ValueError(f"bucket is {bucket}; it must be 0 or more.")
     if norm is None and (scale is not None or bias is not None):
         raise ValueError("`scale` and `bias` were given without a `norm`.")
-    check_norm(x, jnp.zeros(x.shape[1:]) if norm is None else scale, bias, norm or Norm(eps=0.0))
+    check_norm(x, jnp.zeros(x.shape[1:], jnp.float32) if norm is None else scale, bias, norm or Norm(eps=0.0))
     check_operand("keep", keep, x.shape[:1], jnp.bool_)
     static = {"bucket": bucket, "norm": norm}
     platforms = registry.platforms(TARGET, use_kernels)

@@ -106,7 +106,7 @@ def _call(
     # The handler takes rows in one dimension, and checks ranks, dimensions and dtypes.
     shape, flat = x.shape[:-1], (math.prod(x.shape[:-1]),)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
-    result = functools.partial(result_of_call, operands=(x, scale, bias, down, up, gate))
+    result = functools.partial(result_of_call, operand=x)
     results = [result(flat, jnp.float32), result(flat, jnp.bool_), result(flat, jnp.int32), result((), jnp.int32)]
     call = jax.ffi.ffi_call(TARGET, results, vmap_method="broadcast_all")
     rows = [part.reshape(flat) for part in gate]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jaxlib
 
+from tide_jax.compat import varying_alike
 from tide_jax.errors import InputError
 
 SWITCH = "TIDE_KERNELS"
@@ -86,6 +87,8 @@ def status(platform: Platform = "cpu") -> KernelStatus:
 def register_cuda() -> KernelStatus:
     """Register the CUDA kernels although this process may have no GPU, as compiling for an absent one needs.
 
+    Functions that were traced before keep what they found then: call it first.
+
     Raises:
         InputError: they cannot be registered; the message says why.
 
@@ -145,6 +148,7 @@ def dispatch(on: Sequence[Platform], kernel: Callable, reference: Callable, *ope
     """Call the kernel where the program is lowered for one of these platforms, and the reference elsewhere."""
     if not on:
         return reference(*operands)
+    operands = varying_alike(operands)
     return jax.lax.platform_dependent(*operands, default=reference, **dict.fromkeys(on, kernel))
 
 
@@ -188,6 +192,8 @@ def _load(platform: Platform) -> KernelStatus:
         extension = importlib.import_module(name)
         if platform == "cuda":
             versions["CUDA of the extension"] = extension.cuda_version()
+            if _has_cuda() and (error := extension.device_error()):
+                raise RuntimeError(f"{error}; it was built for the architectures {extension.architectures()}")
         targets = extension.registrations()
         for target, capsule in targets.items():
             jax.ffi.register_ffi_target(target, capsule, platform=_XLA_NAMES[platform])

@@ -26,7 +26,7 @@ def _call(base: Array, rows: Array, index: Array) -> Array:
     # In place where XLA may overwrite `base`.
     call = jax.ffi.ffi_call(
         TARGET,
-        result_of_call(base.shape, base.dtype, (base, rows, index)),
+        result_of_call(base.shape, base.dtype, base),
         vmap_method="broadcast_all",
         input_output_aliases={0: 0},
     )

@@ -10,6 +10,9 @@
 
 namespace tide {
 
+// Whether there is code for this process's device.
+cudaError_t Probe();
+
 cudaError_t Launch(const ExitRoute& route, cudaStream_t stream);
 cudaError_t Launch(const Compact& op, cudaStream_t stream);
 cudaError_t Launch(const ScatterRows& op, cudaStream_t stream);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "capsules.h"
+#include "launch.h"
 
 namespace nb = nanobind;
 
@@ -26,6 +27,13 @@ NB_MODULE(_xla_ffi_cuda, m) {
         return targets;
       },
       "Return {target name: capsule} of every handler compiled into this module.");
+  m.def(
+      "device_error",
+      [] {
+        const cudaError_t error = tide::Probe();
+        return std::string(error == cudaSuccess ? "" : cudaGetErrorString(error));
+      },
+      "Return why the kernels cannot run on this process's device, or an empty string.");
   m.def(
       "cuda_version",
       [] {

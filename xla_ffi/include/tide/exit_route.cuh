@@ -128,8 +128,23 @@ __global__ void __launch_bounds__(kRouteThreads, 2)
   ClusterSync();  // a block's shared memory must last until it has been read
 }
 
+// Blocks of a cluster, with at least eight hidden features each. What the code was compiled for
+// decides, and not the device: code for sm_80 that runs on sm_90 knows of no cluster.
+template <typename Kernel>
+cudaError_t RouteParts(Kernel kernel, int64_t r, int* parts) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  *parts = 1;
+  while (attributes.ptxVersion >= 90 && *parts < kRouteParts && r >= 16 * *parts) *parts *= 2;
+  return cudaSuccess;
+}
+
 template <typename T, int kRows>
-cudaError_t LaunchExitRouteTile(const ExitRoute& route, int parts, cudaStream_t stream) {
+cudaError_t LaunchExitRouteTile(const ExitRoute& route, cudaStream_t stream) {
+  int parts = 1;
+  const cudaError_t unknown = RouteParts(ExitRouteKernel<T, kRows>, route.r, &parts);
+  if (unknown != cudaSuccess) return unknown;
   const int64_t tiles = (route.rows + kRows - 1) / kRows;
   if (tiles > 1) {
     const cudaError_t error = cudaMemsetAsync(route.remaining, 0, sizeof(int32_t), stream);
@@ -153,29 +168,22 @@ cudaError_t LaunchExitRouteTile(const ExitRoute& route, int parts, cudaStream_t 
 
 // Few rows want many blocks, many rows want each weight read for several of them.
 template <typename T>
-cudaError_t LaunchExitRouteOf(const ExitRoute& route, int parts, cudaStream_t stream) {
-  if (route.rows == 1) return LaunchExitRouteTile<T, 1>(route, parts, stream);
-  if (route.rows <= 64) return LaunchExitRouteTile<T, 4>(route, parts, stream);
-  return LaunchExitRouteTile<T, 16>(route, parts, stream);
+cudaError_t LaunchExitRouteOf(const ExitRoute& route, cudaStream_t stream) {
+  if (route.rows == 1) return LaunchExitRouteTile<T, 1>(route, stream);
+  if (route.rows <= 64) return LaunchExitRouteTile<T, 4>(route, stream);
+  return LaunchExitRouteTile<T, 16>(route, stream);
 }
 
 // One set of weights, on the caller's stream: no allocation, no wait.
 inline cudaError_t LaunchExitRoute(const ExitRoute& route, cudaStream_t stream) {
   if (route.rows == 0) return cudaMemsetAsync(route.remaining, 0, sizeof(int32_t), stream);
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
-  int parts = 1;  // at least eight columns each
-  while (major >= 9 && parts < kRouteParts && route.r >= 16 * parts) parts *= 2;
   switch (route.dtype) {
     case DType::kF32:
-      return LaunchExitRouteOf<float>(route, parts, stream);
+      return LaunchExitRouteOf<float>(route, stream);
     case DType::kBF16:
-      return LaunchExitRouteOf<BFloat16>(route, parts, stream);
+      return LaunchExitRouteOf<BFloat16>(route, stream);
     default:
-      return LaunchExitRouteOf<Float16>(route, parts, stream);
+      return LaunchExitRouteOf<Float16>(route, stream);
   }
 }
 

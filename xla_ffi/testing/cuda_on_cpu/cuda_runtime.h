@@ -51,9 +51,12 @@ struct alignas(16) float4 {
 using cudaStream_t = void*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
 
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -103,7 +106,7 @@ enum class Order { kForward, kBackward, kShuffled };
 
 // What a test may choose.
 struct Device {
-  int compute_capability_major = 9;
+  int compute_capability_major = 9;  // of the code too
   Order order = Order::kForward;
   uint32_t seed = 0;
   int launches = 0;  // counted
@@ -403,13 +406,9 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = cuda_on_cpu::device.compute_capability_major;
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = 10 * cuda_on_cpu::device.compute_capability_major;
   return cudaSuccess;
 }
 
