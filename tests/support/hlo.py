@@ -1,4 +1,4 @@
-"""Read the optimized HLO that `compiled.as_text()` prints, to see what a compiled loop really moves.
+"""Read the optimized HLO that `compiled.as_text()` prints, to see what a compiled program really does and holds.
 
 Does a decode step touch whole key/value caches, or only the rows it adds? XLA answers in the text: after its
 copy insertion, every buffer that could not be reused shows as an op of its own. Searching for the word "copy"
@@ -12,9 +12,9 @@ import math
 import re
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(\[{}\])]|,')
+_TYPED = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 _COMMENT = re.compile(r"/\*\w+=\d+\*/")
-_ARRAY = re.compile(r"\b[a-z]\w*\[([\d,<= ]*)\]")
-_HEADER = re.compile(r"(?:ENTRY )?%?([^\s(]+) \(.*\) -> .*\{$")
+_HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*)$")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}")
 _CALLS = (
@@ -26,6 +26,10 @@ _MOVES_NOTHING = set(
     "parameter constant tuple get-tuple-element bitcast opt-barrier add-dependency while call async-start "
     "async-update async-done copy-done".split()
 )
+_HALF = {"bf16", "f16"}
+# A program that does any of these waits for its host, or hands it something.
+_HOST_OPCODES = set("infeed outfeed send send-done recv recv-done".split())
+_HOST_MEMORY = re.compile(r"[:)]S\(5\)")
 # XLA gives their result the buffer of operand 0, and puts a copy (which is then found) where it cannot.
 _IN_PLACE = {"dynamic-update-slice", "scatter"}
 
@@ -43,8 +47,14 @@ class Instruction:
     @property
     def elements(self) -> tuple[int, ...]:
         """The element count of each array in the result, in order (one for an array, many for a tuple)."""
-        arrays = (re.findall(r"\d+", dims) for dims in _ARRAY.findall(self.shape))
-        return tuple(math.prod(map(int, dims)) for dims in arrays)
+        return tuple(count for _, count in self.arrays)
+
+    @property
+    def arrays(self) -> tuple[tuple[str, int], ...]:
+        """Dtype and element count of each array in the result, in order."""
+        return tuple(
+            (dtype, math.prod(map(int, re.findall(r"\d+", dims)))) for dtype, dims in _TYPED.findall(self.shape)
+        )
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -85,10 +95,16 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A parsed module: its header line, and its computations by name."""
+    """A parsed module: its header line, its computations by name, and the name of the one that is the program."""
 
     header: str
     computations: dict[str, Computation]
+    entry: str
+
+    def parameters(self) -> list[Instruction]:
+        """What the program is given: its flattened arguments, unused ones dropped; `args` is the number of each."""
+        body = self.computations[self.entry].instructions.values()
+        return sorted((i for i in body if i.opcode == "parameter"), key=lambda i: int(i.args[0]))
 
     def instructions(self) -> list[Instruction]:
         """Every instruction of every computation, those inside fusions included."""
@@ -99,7 +115,13 @@ class Module:
 
         A fusion is one op: what is inside it has no buffer of its own, so its body is not entered.
         """
-        todo = [name for i in self.instructions() if i.opcode == "while" for name in i.called]
+        return self._reached([name for i in self.instructions() if i.opcode == "while" for name in i.called])
+
+    def executed(self) -> list[tuple[Computation, Instruction]]:
+        """Every instruction that has buffers of its own: all but what is inside fusions."""
+        return self._reached([self.entry])
+
+    def _reached(self, todo: list[str]) -> list[tuple[Computation, Instruction]]:
         seen = set()
         while todo:
             name = todo.pop()
@@ -107,13 +129,13 @@ class Module:
                 seen.add(name)
                 body = self.computations[name].instructions.values()
                 todo += [called for i in body if i.opcode != "fusion" for called in i.called]
-        loops = [computation for name, computation in self.computations.items() if name in seen]
-        return [(computation, i) for computation in loops for i in computation.instructions.values()]
+        found = [computation for name, computation in self.computations.items() if name in seen]
+        return [(computation, i) for computation in found for i in computation.instructions.values()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """An op inside a loop that makes or moves something as large as a cache."""
+    """An op that should not be there, such as one inside a loop that makes or moves a whole cache."""
 
     computation: str
     instruction: str
@@ -167,12 +189,13 @@ def _instruction(name: str, text: str) -> Instruction:
 def parse(text: str) -> Module:
     """The module that `text`, one `compiled.as_text()`, describes."""
     computations: dict[str, Computation] = {}
-    name, root, instructions = None, "", {}
+    name, entry, root, instructions = None, "", "", {}
     lines = _COMMENT.sub("", text).splitlines()
     for line in lines:
         if name is None:
             if header := _HEADER.match(line):
-                name, root, instructions = header[1], "", {}
+                name, root, instructions = header[2], "", {}
+                entry = name if header[1] else entry
         elif line.startswith("}"):
             computations[name] = Computation(name, instructions, root or list(instructions)[-1])
             name = None
@@ -181,7 +204,7 @@ def parse(text: str) -> Module:
             root = match[2] if match[1] else root
     if not computations:
         raise ValueError("no computation in this text: is it the as_text() of a compiled function?")
-    return Module(next(line for line in lines if line.strip()), computations)
+    return Module(next(line for line in lines if line.strip()), computations, entry)
 
 
 def _rewrites(fused: Computation, output: str) -> str | None:
@@ -255,3 +278,58 @@ def donated(text: str) -> set[int]:
     """Numbers of the parameters that an output is written into (flattened arguments, unused ones dropped)."""
     attributes = dict(part.partition("=")[::2] for part in _split(parse(text).header))
     return {int(parameter) for _, parameter in _ALIAS.findall(attributes.get("input_output_alias", ""))}
+
+
+def undonated(text: str, min_elements: int) -> list[Instruction]:
+    """The program's parameters of at least `min_elements` that no output is written into."""
+    kept = donated(text)
+    return [
+        i for i in parse(text).parameters() if max(i.elements, default=0) >= min_elements and int(i.args[0]) not in kept
+    ]
+
+
+def widened(text: str, min_elements: int) -> list[Finding]:
+    """The ops that make a float32 copy of a 16-bit parameter of at least `min_elements`: such weights are held twice.
+
+    A conversion inside a fusion that goes on to use it, as a matrix product does, holds nothing.
+    """
+    module = parse(text)
+    halves = {n for i in module.parameters() for dtype, n in i.arrays if dtype in _HALF and n >= min_elements}
+    found = []
+    for computation, i in module.executed():
+        made = {n for dtype, n in i.arrays if dtype == "f32" and n in halves}
+        inside = module.computations[i.called[0]] if i.opcode == "fusion" else computation
+        converts = [j for j in inside.instructions.values() if j.opcode == "convert"] if i.opcode == "fusion" else [i]
+        for j in converts:
+            if (
+                j.opcode == "convert"
+                and made & set(j.elements)
+                and inside.instructions[j.args[0]].arrays[0][0] in _HALF
+            ):
+                found.append(Finding(computation.name, i.name, i.shape, i.opcode, "holds 16-bit weights as float32"))
+                break
+    return found
+
+
+def host_ops_in_loops(text: str) -> list[Finding]:
+    """The ops inside loops that call the host, send it something, or put something into its memory."""
+
+    def reason(i: Instruction) -> str | None:
+        target = i.attributes.get("custom_call_target", "")
+        if i.opcode in _HOST_OPCODES:
+            return "transfer to or from the host"
+        if "callback" in target or "Host" in target:
+            return f"calls {target}"
+        return "in the memory of the host" if _HOST_MEMORY.search(i.shape) else None
+
+    return [Finding(c.name, i.name, i.shape, i.opcode, why) for c, i in parse(text).in_loops() if (why := reason(i))]
+
+
+def temporaries_bound(
+    *, batch: int, columns: int, vocab: int, ffn: int, heads: int, slots: int, itemsize: int
+) -> float:
+    """Bytes of temporaries that a program of these sizes may have: logits, and three of the widest activation.
+
+    B·V·4 + 3·B·T·max(2·ffn, heads·S)·itemsize, and a fifth more for everything small.
+    """
+    return 1.2 * (batch * vocab * 4 + 3 * batch * columns * max(2 * ffn, heads * slots) * itemsize)

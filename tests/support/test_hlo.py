@@ -4,8 +4,6 @@ A checker that finds nothing proves nothing, so every bad way to carry a cache h
 each XLA that is at hand.
 """
 
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -146,8 +144,8 @@ def converted(caches, at, x):
     return jax.tree.map(lambda cache, old: cache.astype(old.dtype), wide, caches), x
 
 
-def compiled_text(backend, step, dtype=jnp.float32):
-    """The optimized HLO of a loop of eight steps over donated caches."""
+def compiled_text(backend, step, dtype=jnp.float32, donate=True):
+    """The optimized HLO of a loop of eight steps over caches, donated unless told otherwise."""
 
     def loop(caches, at, x):
         def body(carry):
@@ -161,20 +159,13 @@ def compiled_text(backend, step, dtype=jnp.float32):
     at = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     x = jax.ShapeDtypeStruct((BATCH, HEADS, 1, WIDTH), jnp.float32)
     args = ({"k": cache, "v": cache}, at, x)
-    if backend == "cpu":
-        with jax.default_device(jax.devices("cpu")[0]):
-            return jax.jit(loop, donate_argnums=0).lower(*args).compile().as_text()
-    return topologies.compile_for(backend, loop, *args, donate_argnums=0).as_text()
+    return topologies.compile_for(backend, loop, *args, donate_argnums=(0,) if donate else ()).as_text()
 
 
 @pytest.fixture(params=["cpu", pytest.param("h200", marks=pytest.mark.portability)])
 def backend(request):
-    """Each XLA in turn; a missing compiler skips, or fails where TIDE_REQUIRE_AOT=1 says it must be there."""
-    reason = None if request.param == "cpu" else topologies.available(request.param)
-    if reason and os.environ.get("TIDE_REQUIRE_AOT") == "1":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    """Each XLA in turn."""
+    topologies.require(request.param)
     return request.param
 
 
@@ -183,6 +174,80 @@ def test_rows_out_of_the_cond_leave_the_caches_in_place(backend):
     assert hlo.cache_sized_ops(text, CACHE_ELEMENTS) == []
     assert len(hlo.conditionals_in_loops(text)) == 1
     assert hlo.donated(text) == {0, 1}
+    assert hlo.undonated(text, CACHE_ELEMENTS) == []
+    assert hlo.host_ops_in_loops(text) == []
+
+
+def test_caches_that_are_not_donated_are_found(backend):
+    text = compiled_text(backend, good, donate=False)
+    assert [i.args for i in hlo.undonated(text, CACHE_ELEMENTS)] == [("0",), ("1",)]
+    assert hlo.undonated(text, CACHE_ELEMENTS + 1) == []
+
+
+def test_a_callback_in_the_loop_is_found():
+    """On a CPU, for JAX lowers no callback for a device that is not there."""
+
+    def watched(caches, at, x):
+        jax.debug.callback(lambda value: None, x[0, 0, 0, 0])
+        return good(caches, at, x)
+
+    (finding,) = hlo.host_ops_in_loops(compiled_text("cpu", watched))
+    assert "callback" in str(finding)
+
+
+def product(x, weights):
+    return jnp.tanh(x @ weights)
+
+
+def product_of_widened(x, weights):
+    """The wide copy is also a result, so that it cannot be made piece by piece."""
+    wide = weights.astype(jnp.float32)
+    return jnp.tanh(x.astype(jnp.float32) @ wide), wide
+
+
+@pytest.mark.portability
+@pytest.mark.parametrize(("fn", "held"), [(product, False), (product_of_widened, True)])
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_weights_held_twice_are_found(target, fn, held):
+    topologies.require(target)
+    args = (jax.ShapeDtypeStruct((8, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 256), jnp.bfloat16))
+    text = topologies.compile_for(target, fn, *args).as_text()
+    assert [finding.reason for finding in hlo.widened(text, 512 * 256)] == (
+        ["holds 16-bit weights as float32"] if held else []
+    )
+    assert hlo.widened(text, 512 * 256 + 1) == []
+
+
+def test_a_cpu_holds_16_bit_weights_twice():
+    """Which is why DESIGN states bounds of memory on a CPU for float32 only (law 13)."""
+    args = (jax.ShapeDtypeStruct((8, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16))
+
+    def loop(x, weights):
+        return jax.lax.fori_loop(0, 4, lambda _, x: product(x, weights), x)
+
+    assert hlo.widened(topologies.compile_for("cpu", loop, *args).as_text(), 512 * 512)
+    wide = [jax.ShapeDtypeStruct(arg.shape, jnp.float32) for arg in args]
+    assert hlo.widened(topologies.compile_for("cpu", loop, *wide).as_text(), 512 * 512) == []
+
+
+def test_temporaries_within_the_bound_and_above():
+    """The scores of attention fit; a second copy of what they are made from does not."""
+    heads, slots, width = 4, 4096, 64
+    bound = hlo.temporaries_bound(batch=1, columns=1, vocab=16, ffn=16, heads=heads, slots=slots, itemsize=4)
+    assert bound == 1.2 * (16 * 4 + 3 * heads * slots * 4)
+    query = jax.ShapeDtypeStruct((heads, width), jnp.float32)
+    keys = jax.ShapeDtypeStruct((heads, slots, width), jnp.float32)
+
+    def lean(query, keys):
+        return jax.nn.softmax(jnp.einsum("hd,hsd->hs", query, keys)).max(axis=-1)
+
+    def wasteful(query, keys):
+        return lean(query, jax.lax.optimization_barrier(jnp.sin(keys)))
+
+    used = [
+        topologies.compile_for("cpu", fn, query, keys).memory_analysis().temp_size_in_bytes for fn in (lean, wasteful)
+    ]
+    assert used[0] <= bound < used[1]
 
 
 def test_bfloat16_caches_stay_in_place_on_a_gpu_only(backend):
@@ -217,6 +282,33 @@ def test_text_findings():
     assert hlo.cache_sized_ops(TEXT, 33) == []
 
 
+def test_text_of_the_host():
+    assert hlo.host_ops_in_loops(TEXT) == []
+    spoilt = TEXT.replace(
+        "  ROOT %next =",
+        """\
+  %sent = (f32[1,8]{1,0}, u32[], token[]) send(%row, %i), channel_id=1, is_host_transfer=true
+  %said = f32[1,8]{1,0} custom-call(%row), custom_call_target="xla_ffi_python_cpu_callback"
+  %far = f32[4,8]{1,0:S(5)} copy(%k)
+  %near = f32[4,8]{1,0:T(8,128)S(1)} copy(%k)
+  ROOT %next =""",
+    )
+    assert [finding.instruction for finding in hlo.host_ops_in_loops(spoilt)] == ["sent", "said", "far"]
+    # Before the loop the host may do as it likes.
+    outside = TEXT.replace("%once = f32[4,8]{1,0} copy(%b)", "%once = f32[4,8]{1,0:S(5)} copy(%b)")
+    assert hlo.host_ops_in_loops(outside) == []
+
+
+def test_text_of_weights():
+    halves = TEXT.replace("f32[4,8]{1,0} parameter(1)", "bf16[4,8]{1,0} parameter(1)")
+    assert hlo.widened(halves, 32) == []
+    direct = halves.replace("copy(%b)", "convert(%b)")
+    assert [finding.instruction for finding in hlo.widened(direct, 32)] == ["once"]
+    assert hlo.widened(direct, 33) == []
+    # The same conversion of float32 weights of that size is not one of 16-bit weights.
+    assert hlo.widened(TEXT.replace("copy(%b)", "convert(%b)"), 32) == []
+
+
 def test_text_counts():
     assert hlo.count(TEXT, "dynamic-update-slice") == 2
     assert hlo.count(TEXT, "copy") == 2
@@ -232,6 +324,9 @@ def test_text_instructions():
     assert body.instructions["good"].args == ("k", "row", "i")
     assert body.instructions["good"].attributes["metadata"] == '{op_name="a(b, c)"}'
     assert body.instructions["kernel"].aliased_outputs == {"0"}
+    assert hlo.parse(TEXT).entry == "main"
+    assert [i.name for i in hlo.parse(TEXT).parameters()] == ["a", "b", "e"]
+    assert body.instructions["kernel"].arrays == (("f32", 32), ("f32", 8))
     assert hlo.parse(TEXT).computations["main"].instructions["while"].called == ("body", "while_condition")
 
 

@@ -12,20 +12,25 @@ import warnings
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_H200 = """
-device_description_str: "NVIDIA H200"
+from benchmarks.roofline import CHIPS
+
+# What the driver says of every NVIDIA GPU here, and what it says of one. With a driver version XLA also plans the
+# command buffers that it would record.
+_GPU = """
+device_description_str: "NVIDIA {name}"
 platform_name: "CUDA"
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
+gpu_device_info {{
+  cuda_compute_capability {{ major: {compute_capability} }}
+  core_count: {cores}
+  fpus_per_core: {fpus_per_core}
+  clock_rate_ghz: {clock_ghz}
+  device_memory_size: {memory:.0f}
+  memory_bandwidth: {bandwidth:.0f}
+  l2_cache_size: {l2_cache}
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
@@ -35,12 +40,25 @@ gpu_device_info {
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-}
-runtime_version { major: 13 minor: 0 }
-dnn_version_info { major: 9 minor: 12 }
+  shared_memory_per_block_optin: {shared_memory}
+  shared_memory_per_core: {shared_memory_per_core}
+  driver_version: "13.0.0"
+}}
+runtime_version {{ major: 13 minor: 0 }}
+dnn_version_info {{ major: 9 minor: 12 }}
 """
+_HOPPER = dict(
+    compute_capability=9, cores=132, fpus_per_core=128, clock_ghz=1.98, shared_memory=232448,
+    shared_memory_per_core=233472,
+)  # fmt: skip
+_GPUS = {
+    "a100": dict(
+        compute_capability=8, cores=108, fpus_per_core=64, clock_ghz=1.41, l2_cache=40 << 20, shared_memory=166912,
+        shared_memory_per_core=167936,
+    ),
+    "h100": dict(_HOPPER, l2_cache=50 << 20),
+    "h200": dict(_HOPPER, l2_cache=50 << 20),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +73,24 @@ class Target:
     environ: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-_TARGETS = {
-    "h200": Target(
+def _gpu(name: str) -> Target:
+    chip = CHIPS[name]
+    described = _GPU.format(name=chip.name, bandwidth=chip.bandwidth, memory=chip.memory, **_GPUS[name])
+    return Target(
         platform="cuda",
-        name="H200",
+        name=chip.name,
         module="jax_plugins.xla_cuda13",
         package="jax-cuda13-plugin with jax-cuda13-pjrt, both of jax's own version, by pip install --no-deps",
-        options={"target_config": _H200, "topology": "1x1x1"},
-    ),
-    # libtpu asks a metadata server which slice it is on unless the environment says so.
-    "v5e": Target(
+        options={"target_config": described, "topology": "1x1x1"},
+    )
+
+
+def _tpu(topology: str) -> Target:
+    # libtpu asks a metadata server which slice it is on unless the environment says so, once, when it is loaded. A
+    # topology that is named need not be of that kind: one process compiles for every generation.
+    return Target(
         platform="tpu",
-        name="v5e:2x2",
+        name=topology,
         module="libtpu",
         package="libtpu",
         environ={
@@ -75,14 +99,16 @@ _TARGETS = {
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_WORKER_ID": "0",
         },
-    ),
-}
+    )
+
+
+TARGETS = {**{name: _gpu(name) for name in _GPUS}, "v5e": _tpu("v5e:2x2"), "v6e": _tpu("v6e:2x2")}
 
 
 @functools.cache
 def _topology(target: str):
     """The description of a slice of `target` chips, from that target's own plugin."""
-    spec = _TARGETS[target]
+    spec = TARGETS[target]
     for key, value in spec.environ.items():
         os.environ.setdefault(key, value)
     return topologies.get_topology_desc(spec.name, spec.platform, **spec.options)
@@ -90,7 +116,7 @@ def _topology(target: str):
 
 def available(target: str) -> str | None:
     """None when `compile_for(target, …)` can work here, else the reason why not, fit for a skip message."""
-    spec = _TARGETS[target]
+    spec = TARGETS[target]
     if not all(map(importlib.util.find_spec, (spec.module.partition(".")[0], spec.module))):
         return f"no compiler for {target}: {spec.module} is not installed ({spec.package})"
     try:
@@ -101,11 +127,23 @@ def available(target: str) -> str | None:
     return None
 
 
+def require(target: str) -> None:
+    """Skip the test when nothing here compiles for `target` ("cpu": always does), or fail it if TIDE_REQUIRE_AOT=1."""
+    reason = None if target == "cpu" else available(target)
+    if reason and os.environ.get("TIDE_REQUIRE_AOT") == "1":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
 def compile_for(target: str, fn, *abstract_args, donate_argnums=()):
     """`fn` compiled for one chip of `target`; the arguments are pytrees of arrays or `jax.ShapeDtypeStruct`.
 
-    Only shapes and dtypes are read. The result has `as_text()`, `memory_analysis()` and `cost_analysis()`.
+    Only shapes and dtypes are read. The result has `as_text()`, `memory_analysis()` and `cost_analysis()`. "cpu" is
+    this machine, for which nothing has to be described.
     """
+    if target == "cpu":
+        return jax.jit(fn, donate_argnums=donate_argnums).lower(*abstract_args).compile()
     mesh = Mesh(np.array(_topology(target).devices[:1]), ("chip",))
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -113,7 +151,7 @@ def compile_for(target: str, fn, *abstract_args, donate_argnums=()):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     traced = jax.jit(fn, donate_argnums=donate_argnums).trace(*jax.tree.map(on_chip, abstract_args))
-    lowered = traced.lower(lowering_platforms=(_TARGETS[target].platform,))
+    lowered = traced.lower(lowering_platforms=(TARGETS[target].platform,))
     with warnings.catch_warnings():
         # A program for a device that is not there is written to the persistent cache, but cannot be read back.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
