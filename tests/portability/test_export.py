@@ -117,15 +117,15 @@ def test_what_is_no_program_is_refused(tmp_path, content):
 
 
 def test_arguments_of_other_sizes_are_refused_by_name(saved):
-    loaded = export.load_program(saved[0] / "plain" / "prefill")
+    loaded = export.load_program(saved[0] / "plain" / "run")
     engine = tide.Engine(exported.tiny_model(3))
     state = engine.start([[1]], rule=tide.Never(), max_new_tokens=2)
     with pytest.raises(
         InputError, match=r"argument .*caches.* is float32\[1, 2, 256, 8\], not float32\[3, 2, 256, 8\]"
     ):
-        loaded(engine.model.params, {}, state)
+        loaded(engine.model.params, {}, state, jax.numpy.int32(1))
     with pytest.raises(InputError, match="arrays, not"):
-        loaded({}, {}, state)
+        loaded(engine.model.params, {}, state)
 
 
 def test_a_missing_flatbuffers_names_the_extra(tmp_path, monkeypatch):
