@@ -51,6 +51,14 @@ def test_cached_decoding_equals_the_plain_forward(model, plain):
         np.testing.assert_allclose(state, np.asarray(model.hidden_states(ids))[-1, 0, said], atol=1e-4)
 
 
+def test_with_and_without_kernels_the_same_tokens_leave_at_the_same_depths(model):
+    exits = [tide.RouterExit({2: 0.45, 4: 0.5}, use_kernels=choice) for choice in (None, False)]
+    default, without = (tide.generate(model, PROMPTS, max_new_tokens=NEW, stop=[], exits=rule) for rule in exits)
+    assert {2, 4, LAYERS} & set(np.unique(default.exit_depths)) != {LAYERS}  # some do leave
+    np.testing.assert_array_equal(default.tokens, without.tokens)
+    np.testing.assert_array_equal(default.exit_depths, without.exit_depths)
+
+
 @pytest.mark.parametrize(
     "rule",
     [tide.Never(), tide.RouterExit(threshold=2.0), tide.FixedDepth(LAYERS), tide.RouterExit({2: 1.0})],
