@@ -193,11 +193,6 @@ def depth_section() -> Iterable[str]:
     yield table(("depth", "GB", "GFLOP", *CHIPS), rows)
 
 
-def fits(chip: Chip, batch: int, context: int, bits: int | None = None) -> bool:
-    """Whether weights, caches and twins are in the memory of one chip together."""
-    return roofline.resident(LLAMA_8B, batch=batch, context=context, bits=bits) <= chip.memory
-
-
 class Load(NamedTuple):
     """How busy a chip is: rows, and positions in the cache of each."""
 

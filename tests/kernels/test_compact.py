@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.require import missing
 from support.routes import DTYPES, KINDS, norm_of
 
 from tide_jax.kernels import compact, scatter_rows, status
@@ -22,9 +22,7 @@ from tide_jax.kernels.scatter_rows import reference as scatter_reference
 def paths(request):
     """`compact` and `scatter_rows`, each way."""
     if request.param == "kernel" and not status().available:
-        if os.environ.get("TIDE_REQUIRE_KERNELS") == "1":
-            pytest.fail(f"TIDE_REQUIRE_KERNELS=1, but {status().reason}")
-        pytest.skip(status().reason)
+        missing(status().reason, "TIDE_REQUIRE_KERNELS")
     return {
         "reference": (compact_reference, scatter_reference),
         "kernel": (functools.partial(_defaults, compact_kernel), scatter_rows),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.require import missing
 
 from tide_jax.errors import InputError
 from tide_jax.kernels import register_cuda
@@ -21,9 +22,7 @@ def extension():
     try:
         register_cuda()
     except InputError as error:
-        if os.environ.get("TIDE_REQUIRE_CUDA") == "1":
-            pytest.fail(f"TIDE_REQUIRE_CUDA=1, but {error}")
-        pytest.skip(str(error))
+        missing(str(error), "TIDE_REQUIRE_CUDA")
     from tide_jax import _xla_ffi_cuda
 
     return _xla_ffi_cuda
@@ -72,7 +71,7 @@ def test_importing_needs_no_gpu_and_no_cuda_library(extension):
 @pytest.mark.slow
 def test_no_kernel_spills_registers_on_any_architecture():
     if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc on the PATH")
+        missing("no nvcc on the PATH", "TIDE_REQUIRE_CUDA")
     architectures, usage = resources(sorted((ROOT / "xla_ffi/src").glob("*.cu")))
     assert {architecture for architecture, _ in usage} == {f"sm_{name}" for name in architectures}
     kernels = {re.search(r"ExitRoute|Compact|ScatterRows", name)[0] for _, name in usage}
@@ -117,7 +116,7 @@ def configure(tmp_path, *options, **environment):
 
 def test_without_nvcc_the_build_says_what_to_do(tmp_path):
     if shutil.which("cmake") is None:
-        pytest.skip("no cmake on the PATH")
+        missing("no cmake on the PATH", "TIDE_REQUIRE_KERNELS")
     hidden = os.pathsep.join(
         folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "nvcc").exists()
     )
@@ -140,7 +139,7 @@ esac
 @pytest.mark.parametrize(("release", "said"), [("12.4", None), ("11.8", "the kernels need CUDA 12.1 or newer")])
 def test_older_toolkits_get_what_they_know_or_are_refused(tmp_path, release, said):
     if shutil.which("cmake") is None or shutil.which("nvcc") is None:
-        pytest.skip("no cmake or no nvcc on the PATH")
+        missing("no cmake or no nvcc on the PATH", "TIDE_REQUIRE_CUDA")
     fake = tmp_path / "nvcc"
     fake.write_text(FAKE_NVCC.format(release=release))
     fake.chmod(0o755)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.require import missing
 from support.routes import DTYPES, KINDS, LAYERS, MASKS, check_route, expected_scores, inputs, norm_of, pairwise
 
 from tide_jax.kernels import Gate, Norm, decide, exit_route, status
@@ -26,9 +26,7 @@ WIDE = 1e-5
 def kernel():
     """The compiled kernel. Where the extension must be there, its absence is a failure and not a skip."""
     if not status().available:
-        if os.environ.get("TIDE_REQUIRE_KERNELS") == "1":
-            pytest.fail(f"TIDE_REQUIRE_KERNELS=1, but {status().reason}")
-        pytest.skip(status().reason)
+        missing(status().reason, "TIDE_REQUIRE_KERNELS")
     return _call
 
 

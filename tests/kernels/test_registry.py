@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
+from support.require import missing
 
 from tide_jax.errors import InputError
 from tide_jax.kernels import KernelStatus, scatter_rows, status
@@ -178,7 +179,7 @@ def test_status_of_cuda_says_what_is_missing():
 
 def test_insisting_on_a_kernel_that_this_platform_has_none_of_is_refused():
     if not status().available:
-        pytest.skip(status().reason)
+        missing(status().reason, "TIDE_REQUIRE_KERNELS")
     with pytest.raises(InputError, match="tide_scatter_rows_v1 has no kernel for this platform"):
         scatter_rows(jnp.zeros((3, 2)), jnp.ones((1, 2)), jnp.zeros(1, jnp.int32), use_kernels=True)
 
@@ -241,6 +242,6 @@ def test_wide_numbers_by_default_change_nothing():
 
 def test_under_shard_map_nothing_is_gathered():
     if not status().available:
-        pytest.skip(status().reason)
+        missing(status().reason, "TIDE_REQUIRE_KERNELS")
     done = run(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=4")
     assert done.stdout == "ok\n", done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from support import exported, hlo, topologies
+from support.require import missing
 
 import tide_jax as tide
 from tide_jax.decode import export
@@ -99,7 +100,7 @@ def test_another_platform_is_refused_by_name(program):
 
 def test_a_missing_kernel_is_refused_by_name(program, monkeypatch):
     if not status().available:
-        pytest.skip("the program calls no kernel: the extension is not built")
+        missing("the program calls no kernel: the extension is not built", "TIDE_REQUIRE_KERNELS")
     path = program()
     monkeypatch.setattr(registry, "_statuses", {})
     monkeypatch.setenv(registry.SWITCH, "off")
