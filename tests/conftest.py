@@ -16,6 +16,8 @@ import pytest  # noqa: E402
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache")))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Programs run on the first, unless a test shares a model among them.
+jax.config.update("jax_num_cpu_devices", 8)
 
 ASSETS = Path(os.environ.get("TIDE_ASSETS", ROOT / ".assets"))
 

@@ -30,7 +30,7 @@ def test_example_runs_on_a_calibrated_model(smollm2_dir, tmp_path, monkeypatch, 
         agreement=0.95,
     )
     monkeypatch.chdir(tmp_path)
-    example, exact = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    example, exact, shared = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     names = {}
     exec(compile(example, "README.md", "exec"), names)
@@ -39,6 +39,9 @@ def test_example_runs_on_a_calibrated_model(smollm2_dir, tmp_path, monkeypatch, 
     exec(compile(exact, "README.md", "exec"), names)
     assert names["exact"].text == tide.generate(names["model"], names["chat"]).text
     assert re.fullmatch(r"(nan|[\d.]+) [\d.]+\n", capsys.readouterr().out)
+    exec(compile(shared, "README.md", "exec"), names)
+    chats = [names["chat"]] * names["model"].mesh.shape["data"]
+    assert tide.generate(names["model"], chats).text == names["exact"].text * len(chats)
 
 
 def test_every_folder_the_readme_names_exists():

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -28,6 +29,7 @@ from tide_jax.compat import layer_checkpointer, restore_tree, save_tree
 from tide_jax.errors import InputError
 from tide_jax.models import Decoder, DecoderConfig
 from tide_jax.models.families import FAMILIES
+from tide_jax.sharding import parameter_shardings
 
 FORMAT = "tide-checkpoint-1"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -357,14 +359,27 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def read_parameters(directory: Path, manifest: Manifest, dtype: Any) -> tuple[Any, Any]:
+def read_parameters(
+    directory: Path, manifest: Manifest, dtype: Any, mesh: jax.sharding.Mesh | None = None
+) -> tuple[Any, Any]:
     """Graph definition and parameters, cast to `dtype`, one part in memory twice at most.
+
+    With a mesh each device is given its share of every part, as soon as that is read.
 
     Raises:
         InputError: a part is missing or damaged, or `dtype` cannot hold its values.
     """
     graphdef, abstract = skeleton(manifest.config, dtype)
     wanted = part_trees(nnx.to_pure_dict(abstract))
+    places = {}
+    if mesh is not None:
+        shardings = parameter_shardings(abstract, mesh, manifest.config.counts)
+        places = dict(flat(part_trees(nnx.to_pure_dict(shardings))))
+
+    def placed(path: str, array: np.ndarray) -> jax.Array:
+        array = as_dtype(array, kind, path)
+        return jax.device_put(array, places[path]) if places else jnp.asarray(array)
+
     checkpointer = layer_checkpointer()
     kind = np.dtype(dtype).name
     pieces = {}
@@ -384,6 +399,6 @@ def read_parameters(directory: Path, manifest: Manifest, dtype: Any) -> tuple[An
             raise InputError(
                 f"{path} does not fit the config in {MANIFEST}: it holds {shapes}. Convert the model again."
             )
-        pieces[name] = map_leaves(lambda key, array: jnp.asarray(as_dtype(array, kind, key)), tree, f"{name}.")
+        pieces[name] = map_leaves(placed, tree, f"{name}.")
     nnx.replace_by_pure_dict(abstract, joined(pieces))
     return graphdef, abstract

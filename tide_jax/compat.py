@@ -1,9 +1,10 @@
 """What depends on versions of jax or orbax, or on the platform's C library."""
 
+import contextlib
 import ctypes
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,40 @@ def save_tree(checkpointer: Any, path: Path, tree: Any) -> None:
 def restore_tree(checkpointer: Any, path: Path) -> Any:
     """The tree of numpy arrays saved at an absolute path."""
     return checkpointer.restore(path.absolute())
+
+
+def auto_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """A mesh over whose axes XLA cuts programs by itself; jax 0.9 and later make another kind by default."""
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), auto, devices=devices)
+
+
+def use_mesh(mesh: jax.sharding.Mesh | None) -> contextlib.AbstractContextManager:
+    """What is traced inside is traced for this mesh; None: for one device."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def current_mesh() -> jax.sharding.AbstractMesh | None:
+    """The mesh that is traced for; None: one device, or code that `jax.shard_map` runs on each."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = jax.sharding.AxisType.Auto
+    return mesh if mesh.axis_types and all(kind == auto for kind in mesh.axis_types) else None
+
+
+def in_default_layout(x: jax.Array) -> jax.Array:
+    """x itself, kept in the layout in which programs are given such an array.
+
+    That is the order of its dimensions; but on a TPU, whose registers have 128 lanes, one dimension that is no multiple
+    of that changes places with the one before it.
+    """
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    def kept(order: tuple[int, ...]) -> Callable:
+        return lambda x: with_layout_constraint(x, Layout(order))
+
+    rows = tuple(range(x.ndim))
+    lanes = rows if x.shape[-1] % 128 == 0 else (*rows[:-2], rows[-1], rows[-2])
+    return jax.lax.platform_dependent(x, cuda=kept(rows), tpu=kept(lanes), default=lambda x: x)
 
 
 def mesh_axes(type_: Any) -> frozenset[str]:

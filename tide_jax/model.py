@@ -2,20 +2,23 @@
 
 import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from tide_jax.checkpoint import read_manifest, read_parameters
-from tide_jax.compat import release_free_memory
+from tide_jax.compat import release_free_memory, use_mesh
 from tide_jax.errors import InputError
 from tide_jax.exits import ExitHeads
 from tide_jax.exits.heads import FILE_NAME, load_heads
 from tide_jax.models import Decoder, DecoderConfig
+from tide_jax.sharding import make_mesh, parameter_shardings, place
 from tide_jax.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,6 +44,7 @@ class Model:
         eos_ids: ids that end a text.
         fingerprint: names config and weights.
         path: where it was loaded from; None for a model made in memory.
+        mesh: the devices that share it; None: it is on one.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Model:
         eos_ids: tuple[int, ...] = (),
         fingerprint: str = "in-memory",
         path: Path | None = None,
+        mesh: Mesh | None = None,
     ):
         self.graphdef = graphdef
         self.params = params
@@ -62,11 +67,33 @@ class Model:
         self.eos_ids = eos_ids
         self.fingerprint = fingerprint
         self.path = path
+        self.mesh = mesh
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, **kwargs) -> "Model":
         """A model around a decoder made in memory."""
         return cls(*nnx.split(decoder), **kwargs)
+
+    def shared(self, mesh: Mapping[str, int]) -> "Model":
+        """The same model with its parameters shared by the devices of a mesh.
+
+        Args:
+            mesh: devices along `data` (over which rows are cut), `model` (heads, feed-forward layer, vocabulary), or
+                both.
+
+        Raises:
+            InputError: an unknown axis, more devices than there are, or devices that cannot share this model evenly.
+
+        Example:
+            >>> model.shared({"data": 1, "model": 1}).mesh.size
+            1
+        """
+        mesh = make_mesh(mesh, self.config.counts)
+        params = jax.device_put(self.params, parameter_shardings(self.params, mesh, self.config.counts))
+        return Model(
+            self.graphdef, params, tokenizer=self.tokenizer, exits=self.exits, eos_ids=self.eos_ids,
+            fingerprint=self.fingerprint, path=self.path, mesh=mesh,
+        )  # fmt: skip
 
     @property
     def dtype(self) -> np.dtype:
@@ -94,7 +121,8 @@ class Model:
             (1, 3, 49152)
         """
         ids, mask, cols = self._padded(ids, mask)
-        return _logits(self.graphdef, self.params, ids, mask)[:, :cols]
+        with use_mesh(self.mesh):
+            return _logits(self.graphdef, self.params, ids, mask)[:, :cols]
 
     def hidden_states(
         self, ids: Int[Array | np.ndarray, "batch cols"], mask: Bool[Array | np.ndarray, "batch cols"] | None = None
@@ -105,7 +133,8 @@ class Model:
             InputError: as for calling the model.
         """
         ids, mask, cols = self._padded(ids, mask)
-        return _hidden_states(self.graphdef, self.params, ids, mask)[:, :, :cols]
+        with use_mesh(self.mesh):
+            return _hidden_states(self.graphdef, self.params, ids, mask)[:, :, :cols]
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Refuse ids that are not tokens of this model.
@@ -135,21 +164,29 @@ class Model:
                 f"{cols} tokens are more than this model's context of {self.config.max_positions}. Shorten the input."
             )
         extra = ((0, 0), (0, -cols % 32))
-        return jnp.asarray(np.pad(ids, extra), jnp.int32), jnp.asarray(np.pad(mask, extra)), cols
+        ids, mask = np.pad(ids, extra).astype(np.int32), np.pad(mask, extra)
+        return *place((ids, mask), PartitionSpec("batch"), self.mesh), cols
 
 
-def load(path: str | Path, dtype: DTypeLike | None = None, *, exits: bool = True) -> Model:
+def load(
+    path: str | Path,
+    dtype: DTypeLike | None = None,
+    *,
+    exits: bool = True,
+    mesh: Mapping[str, int] | None = None,
+) -> Model:
     """Load a converted directory.
 
     Args:
         path: what `tide-jax convert` made.
         dtype: of parameters, states and caches. Default: the stored one; on a CPU, 16-bit weights are brought to
             float32 once, because XLA would do so inside every program that uses them.
-
         exits: read the calibrated exit heads, if there are any.
+        mesh: devices that share the model, as for `Model.shared`; each is given its share of a layer as soon as that is
+            read. None: one device.
 
     Raises:
-        InputError: not a converted model, damaged, or an unknown dtype.
+        InputError: not a converted model, damaged, an unknown dtype, or a mesh that does not fit.
 
     Example:
         >>> model = tide.load("demo_out/smollm2")
@@ -166,7 +203,8 @@ def load(path: str | Path, dtype: DTypeLike | None = None, *, exits: bool = True
     name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
     if name not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
-    graphdef, params = read_parameters(path, manifest, jnp.dtype(name))
+    devices = None if mesh is None else make_mesh(mesh, manifest.config.counts)
+    graphdef, params = read_parameters(path, manifest, jnp.dtype(name), devices)
     release_free_memory()
     heads = path / FILE_NAME
     calibrated = None
@@ -185,4 +223,5 @@ def load(path: str | Path, dtype: DTypeLike | None = None, *, exits: bool = True
         eos_ids=manifest.eos_ids,
         fingerprint=manifest.fingerprint,
         path=path,
+        mesh=devices,
     )

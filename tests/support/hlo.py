@@ -27,9 +27,11 @@ _MOVES_NOTHING = set(
     "async-update async-done copy-done".split()
 )
 _HALF = {"bf16", "f16"}
+_REARRANGES = {"bitcast", "copy", "transpose", "reshape"}
 # A program that does any of these waits for its host, or hands it something.
 _HOST_OPCODES = set("infeed outfeed send send-done recv recv-done".split())
 _HOST_MEMORY = re.compile(r"[:)]S\(5\)")
+_REDISTRIBUTES = set("all-gather all-to-all ragged-all-to-all collective-permute collective-broadcast".split())
 # XLA gives their result the buffer of operand 0, and puts a copy (which is then found) where it cannot.
 _IN_PLACE = {"dynamic-update-slice", "scatter"}
 
@@ -295,19 +297,24 @@ def widened(text: str, min_elements: int) -> list[Finding]:
     """
     module = parse(text)
     halves = {n for i in module.parameters() for dtype, n in i.arrays if dtype in _HALF and n >= min_elements}
+
+    def converts(computation: Computation, name: str) -> bool:
+        """Whether an op, or what it is a rearrangement of, makes float32 of such a parameter."""
+        i = computation.instructions[name]
+        while i.opcode in _REARRANGES:
+            i = computation.instructions[i.args[0]]
+        of = computation.instructions[i.args[0]] if i.opcode == "convert" else None
+        return of is not None and of.arrays[0][0] in _HALF and i.arrays[0][0] == "f32" and i.elements[0] in halves
+
     found = []
     for computation, i in module.executed():
-        made = {n for dtype, n in i.arrays if dtype == "f32" and n in halves}
-        inside = module.computations[i.called[0]] if i.opcode == "fusion" else computation
-        converts = [j for j in inside.instructions.values() if j.opcode == "convert"] if i.opcode == "fusion" else [i]
-        for j in converts:
-            if (
-                j.opcode == "convert"
-                and made & set(j.elements)
-                and inside.instructions[j.args[0]].arrays[0][0] in _HALF
-            ):
-                found.append(Finding(computation.name, i.name, i.shape, i.opcode, "holds 16-bit weights as float32"))
-                break
+        inside, outputs = computation, [i.name]
+        if i.opcode == "fusion":
+            inside = module.computations[i.called[0]]
+            root = inside.instructions[inside.root]
+            outputs = root.args if root.opcode == "tuple" else [root.name]
+        if any(converts(inside, output) for output in outputs):
+            found.append(Finding(computation.name, i.name, i.shape, i.opcode, "holds 16-bit weights as float32"))
     return found
 
 
@@ -323,6 +330,18 @@ def host_ops_in_loops(text: str) -> list[Finding]:
         return "in the memory of the host" if _HOST_MEMORY.search(i.shape) else None
 
     return [Finding(c.name, i.name, i.shape, i.opcode, why) for c, i in parse(text).in_loops() if (why := reason(i))]
+
+
+def redistributed(text: str, min_elements: int) -> list[Finding]:
+    """The ops that bring at least `min_elements` together from several devices, or pass them on: gathered arrays.
+
+    Sums over devices (all-reduce) are not among them: they are what sharing the work costs.
+    """
+    return [
+        Finding(computation.name, i.name, i.shape, i.opcode, "brought together from several devices")
+        for computation, i in parse(text).executed()
+        if i.opcode.removesuffix("-start") in _REDISTRIBUTES and max(i.elements, default=0) >= min_elements
+    ]
 
 
 def temporaries_bound(

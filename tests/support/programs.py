@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from support import topologies
 from support.tiny import tiny_config
 
@@ -16,9 +18,10 @@ from tide_jax.decode import Ngram, StepTimes
 from tide_jax.decode.control import new_control
 from tide_jax.decode.loop import prefill, run, run_rounds
 from tide_jax.decode.plan import Plan, Rounds
-from tide_jax.decode.state import SLACK, new_rounds, new_state
+from tide_jax.decode.state import SLACK, logical_axes, new_rounds, new_state
 from tide_jax.exits import Deferred, ExitHead, Projection, Router, RouterScorer
 from tide_jax.models import Decoder, DecoderConfig
+from tide_jax.sharding import make_mesh, parameter_shardings, sharding
 
 PROMPT = 32  # columns of a prefill
 DONATED = 2  # the state, among the arguments of every program
@@ -37,10 +40,35 @@ class Program(NamedTuple):
 
     function: Callable
     args: tuple
+    config: DecoderConfig
 
     def compile_for(self, target: str, *, donate: bool = True):
         """Compiled for one chip of `target`, or for this machine ("cpu")."""
         return topologies.compile_for(target, self.function, *self.args, donate_argnums=(DONATED,) if donate else ())
+
+    def compile_for_mesh(self, target: str, sizes: Mapping[str, int]):
+        """Compiled for a mesh of chips of `target`, or of devices of this process; cut as the engine cuts."""
+        chips = topologies.devices(target, math.prod(sizes.values()))
+        mesh = make_mesh(sizes, self.config.counts, chips)
+        params, heads, state, *rest = self.args
+
+        def cut(tree, shardings):
+            as_cut = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
+            return jax.tree.map(as_cut, tree, shardings)
+
+        def by_axes(tree, axes):
+            return cut(tree, jax.tree.map(lambda leaf, axes: sharding(mesh, axes, leaf.shape), tree, axes))
+
+        def alike(tree, *axes):
+            return by_axes(tree, jax.tree.map(lambda _: PartitionSpec(*axes), tree))
+
+        args = (
+            cut(params, parameter_shardings(params, mesh, self.config.counts)),
+            alike(heads),
+            by_axes(state, logical_axes(state)),
+            *(alike(leaf, "batch") for leaf in rest),
+        )
+        return topologies.compile_for(target, self.function, *args, donate_argnums=(DONATED,), mesh=mesh)
 
 
 def plan(kind: str, points: Sequence[int]) -> Plan:
@@ -81,9 +109,9 @@ def program(kind: str, config: DecoderConfig, *, points: Sequence[int], batch: i
     state = jax.eval_shape(functools.partial(_state, made, config, batch, slots, dtype))
     if kind == "prefill":
         columns = (array((batch, PROMPT), jnp.int32), array((batch, PROMPT), jnp.bool_))
-        return Program(functools.partial(prefill, graphdef, made), (params, heads, state, *columns))
+        return Program(functools.partial(prefill, graphdef, made), (params, heads, state, *columns), config)
     loop = run if made.rounds is None else run_rounds
-    return Program(functools.partial(loop, graphdef, made), (params, heads, state, array((), jnp.int32)))
+    return Program(functools.partial(loop, graphdef, made), (params, heads, state, array((), jnp.int32)), config)
 
 
 def _state(made: Plan, config: DecoderConfig, batch: int, slots: int, dtype):

@@ -6,7 +6,10 @@ each XLA that is at hand.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from support import hlo, topologies
 
 BATCH, HEADS, SLOTS, WIDTH = 2, 2, 64, 8
@@ -333,3 +336,32 @@ def test_text_instructions():
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="no computation"):
         hlo.parse("module @jit_f { }")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "found"),
+    [
+        (("model", None), []),  # rows of a matrix: a sum over devices
+        ((None, "model"), []),  # its columns: nothing, where the result stays cut
+        ((None, None), []),  # whole on every device
+        ("gathered", ["all-gather"]),
+    ],
+)
+@pytest.mark.parametrize("target", ["cpu", pytest.param("h200", marks=pytest.mark.portability)])
+def test_a_gathered_matrix_is_found(target, sharing, found):
+    topologies.require(target)
+    mesh = Mesh(np.array(topologies.devices(target, 4)), ("model",))
+    cut = P("model", None) if sharing == "gathered" else P(*sharing)
+
+    def product(x, w):
+        if sharing == "gathered":
+            w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        return x @ w
+
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, place))
+        for shape, place in (((8, 64), P(None, cut[0] if sharing != "gathered" else None)), ((64, 32), cut))
+    ]
+    text = topologies.compile_for(target, product, *args, mesh=mesh).as_text()
+    assert [finding.opcode.removesuffix("-start") for finding in hlo.redistributed(text, 64 * 32)] == found
+    assert hlo.redistributed(text, 64 * 32 + 1) == []

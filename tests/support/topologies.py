@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.require import missing
 
 from benchmarks.roofline import CHIPS
+from tide_jax.compat import use_mesh
 
 # What the driver says of every NVIDIA GPU here, and what it says of one. With a driver version XLA also plans the
 # command buffers that it would record.
@@ -81,7 +82,7 @@ def _gpu(name: str) -> Target:
         name=chip.name,
         module="jax_plugins.xla_cuda13",
         package="jax-cuda13-plugin with jax-cuda13-pjrt, both of jax's own version, by pip install --no-deps",
-        options={"target_config": described, "topology": "1x1x1"},
+        options={"target_config": described, "topology": "1x1x{chips}"},
     )
 
 
@@ -106,12 +107,18 @@ TARGETS = {**{name: _gpu(name) for name in _GPUS}, "v5e": _tpu("v5e:2x2"), "v6e"
 
 
 @functools.cache
-def _topology(target: str):
-    """The description of a slice of `target` chips, from that target's own plugin."""
+def _topology(target: str, chips: int = 1):
+    """The description of a slice of so many `target` chips, from that target's own plugin; TPUs come in fours."""
     spec = TARGETS[target]
     for key, value in spec.environ.items():
         os.environ.setdefault(key, value)
-    return topologies.get_topology_desc(spec.name, spec.platform, **spec.options)
+    options = {key: value.replace("{chips}", str(chips)) for key, value in spec.options.items()}
+    return topologies.get_topology_desc(spec.name, spec.platform, **options)
+
+
+def devices(target: str, count: int) -> list:
+    """So many chips of `target` that are not there; "cpu": of this process."""
+    return (jax.devices() if target == "cpu" else _topology(target, count).devices)[:count]
 
 
 def available(target: str) -> str | None:
@@ -134,22 +141,27 @@ def require(target: str) -> None:
         missing(reason, "TIDE_REQUIRE_AOT")
 
 
-def compile_for(target: str, fn, *abstract_args, donate_argnums=()):
+def compile_for(target: str, fn, *abstract_args, donate_argnums=(), mesh: Mesh | None = None):
     """`fn` compiled for one chip of `target`; the arguments are pytrees of arrays or `jax.ShapeDtypeStruct`.
 
     Only shapes and dtypes are read. The result has `as_text()`, `memory_analysis()` and `cost_analysis()`. "cpu" is
     this machine, for which nothing has to be described.
+
+    With a mesh (over `devices`), for all of it: the arguments then have shardings, and so has the first donated one
+    where it comes out.
     """
-    if target == "cpu":
-        return jax.jit(fn, donate_argnums=donate_argnums).lower(*abstract_args).compile()
-    mesh = Mesh(np.array(_topology(target).devices[:1]), ("chip",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-
-    def on_chip(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    traced = jax.jit(fn, donate_argnums=donate_argnums).trace(*jax.tree.map(on_chip, abstract_args))
-    lowered = traced.lower(lowering_platforms=(TARGETS[target].platform,))
+    made = None
+    if mesh is not None:
+        made = jax.tree.map(lambda leaf: leaf.sharding, [abstract_args[i] for i in donate_argnums])
+        made = made[0] if made else None
+    elif target != "cpu":
+        place = NamedSharding(Mesh(np.array(devices(target, 1)), ("chip",)), PartitionSpec())
+        abstract_args = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract_args
+        )
+    with use_mesh(mesh):
+        traced = jax.jit(fn, donate_argnums=donate_argnums, out_shardings=made).trace(*abstract_args)
+        lowered = traced.lower(lowering_platforms=("cpu" if target == "cpu" else TARGETS[target].platform,))
     with warnings.catch_warnings():
         # A program for a device that is not there is written to the persistent cache, but cannot be read back.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")

@@ -14,6 +14,7 @@ from tide_jax.cli.options import (
     ExitPoints,
     Json,
     MaxNewTokens,
+    MeshSizes,
     ProposeName,
     Raw,
     RemainderName,
@@ -59,6 +60,7 @@ class Compare:
     max_new_tokens: MaxNewTokens = 64
     raw: Raw = False
     dtype: Dtype = "auto"
+    mesh: MeshSizes = None
     json: Json = False
 
     def run(self) -> None:
@@ -77,7 +79,7 @@ class Compare:
         texts = [*self.prompt, *read_prompts(self.prompts)]
         if not texts:
             raise InputError("compare needs a prompt. Give --prompt TEXT (as often as you like) or --prompts FILE.")
-        model = load_model(self.model, self.dtype)
+        model = load_model(self.model, self.dtype, mesh=self.mesh)
         prompts = as_prompts(model, texts, raw=self.raw)
         output.note("compiling, then running every prompt at full depth and with exits")
         report = compare(

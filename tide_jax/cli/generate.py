@@ -13,6 +13,7 @@ from tide_jax.cli.options import (
     Exits,
     Json,
     MaxNewTokens,
+    MeshSizes,
     ProposeName,
     Raw,
     RemainderName,
@@ -51,6 +52,7 @@ class Generate:
     seed: Annotated[int, arg(metavar="N", help="Of the draws.")] = 0
     raw: Raw = False
     dtype: Dtype = "auto"
+    mesh: MeshSizes = None
     json: Json = False
 
     def run(self) -> None:
@@ -66,7 +68,7 @@ class Generate:
             parse_verify(self.verify),
         )
         sampling = Sampling(temperature=self.temperature)
-        model = load_model(self.model, self.dtype)
+        model = load_model(self.model, self.dtype, mesh=self.mesh)
         prompts = as_prompts(model, [self.prompt], raw=self.raw)
         with status("compiling and generating"):
             out = generate(

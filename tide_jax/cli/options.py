@@ -53,6 +53,14 @@ VerifyWidth = Annotated[
         "many as `tide-jax warmup` and the acceptance so far say.",
     ),
 ]
+MeshSizes = Annotated[
+    str | None,
+    arg(
+        metavar="data=N,model=N",
+        help="Devices that share the work: along data the prompts, along model the heads, feed-forward layers and "
+        "vocabulary. None: one device.",
+    ),
+]
 Raw = Annotated[bool, arg(help="Take prompts as raw text; otherwise the model's chat template is applied, if any.")]
 MaxNewTokens = Annotated[int, arg(metavar="N", help="New tokens, at most.")]
 
@@ -138,13 +146,29 @@ def parse_verify(text: str | None) -> "Verify | None":
     return Verify("auto" if text == "auto" else int(text))
 
 
-def load_model(directory: Path, dtype: str = "auto", *, exits: bool = True) -> "Model":
+def parse_mesh(text: str | None) -> dict[str, int] | None:
+    """The sizes that `--mesh` names.
+
+    Raises:
+        InputError: it is not one of the forms.
+    """
+    if text is None:
+        return None
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    if len(dict(pairs)) != len(pairs) or not all(value.isdecimal() for _, value in pairs):
+        raise InputError(f"--mesh {text!r} is not a mesh. Write data=2, model=4 or data=2,model=4.")
+    return {name: int(value) for name, value in pairs}
+
+
+def load_model(directory: Path, dtype: str = "auto", *, exits: bool = True, mesh: str | None = None) -> "Model":
     """The model in a converted directory, with or without its exit heads."""
+    sizes = parse_mesh(mesh)
+
     from tide_jax.model import load
     from tide_jax.progress import status
 
     with status(f"loading {directory}"):
-        return load(directory, None if dtype == "auto" else dtype, exits=exits)
+        return load(directory, None if dtype == "auto" else dtype, exits=exits, mesh=sizes)
 
 
 def as_prompts(model: "Model", texts: list[str], *, raw: bool) -> list[str | list[dict[str, str]]]:

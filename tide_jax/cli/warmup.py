@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import arg
 
 from tide_jax.cli import output
-from tide_jax.cli.options import Directory, Dtype, Json, load_model
+from tide_jax.cli.options import Directory, Dtype, Json, MeshSizes, load_model
 from tide_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Warmup:
     model: Directory
     batches: Annotated[str, arg(metavar="N,N,…", help="Batch sizes to measure at.")] = "1,8"
     dtype: Dtype = "auto"
+    mesh: MeshSizes = None
     json: Json = False
 
     def run(self) -> None:
@@ -39,7 +40,7 @@ class Warmup:
             batches = [int(batch) for batch in self.batches.split(",")]
         except ValueError as error:
             raise InputError(f"--batches {self.batches!r} is not a list of batch sizes. Write 1,8.") from error
-        model = load_model(self.model, self.dtype, exits=False)
+        model = load_model(self.model, self.dtype, exits=False, mesh=self.mesh)
         if not os.access(self.model, os.W_OK):
             raise InputError(f"{self.model} is not writable, and step times are stored there. Change its permissions.")
 
@@ -51,13 +52,13 @@ class Warmup:
         if self.json:
             output.emit(
                 {
-                    "device": device_name(),
+                    "device": device_name(model.mesh),
                     "dtype": model.dtype.name,
                     "seconds": {batch: dataclasses.asdict(times) for batch, times in tables.items()},
                 }
             )
             return
-        output.show(table(tables, model.config.num_layers, f"{device_name()}, {model.dtype.name}"))
+        output.show(table(tables, model.config.num_layers, f"{device_name(model.mesh)}, {model.dtype.name}"))
         output.note(f"stored in {self.model / FILE_NAME}")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tide_jax.compat import use_mesh
 from tide_jax.decode.generate import check_capacity, engine_for, resolve_stops
 from tide_jax.decode.output import Drafts, collect
 from tide_jax.decode.prompts import Prompts, encode_prompts
@@ -247,9 +248,10 @@ class Yardstick:
     def _divergence(self, full: _Run, forced: _Run) -> tuple[np.ndarray, np.ndarray]:
         """KL and NLL gap at every position after the first, in one shape for all prompts."""
         pad = lambda array: np.pad(array, ((0, self._new - len(array)), *[(0, 0)] * (array.ndim - 1)))  # noqa: E731
-        kl, gap = _divergence(
-            self._model.graphdef, self._model.params, pad(full.states), pad(forced.states), pad(full.tokens)
-        )
+        with use_mesh(self._model.mesh):
+            kl, gap = _divergence(
+                self._model.graphdef, self._model.params, pad(full.states), pad(forced.states), pad(full.tokens)
+            )
         keep = slice(1, len(full.tokens))
         return np.asarray(kl)[keep], np.asarray(gap)[keep]
 

@@ -23,11 +23,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from tide_jax.decode.state import Control, RoundState, Tally
 from tide_jax.errors import InputError
 from tide_jax.exits.remainders import WIDTHS
+from tide_jax.sharding import describe
 
 FILE_NAME = "step_times.json"
 FORMAT = "tide-step-times-1"
@@ -172,16 +174,17 @@ def executed(tally: Tally, segments_run: Array, edges: Sequence[int]) -> tuple[n
     return layers, np.asarray(tally.lm_heads)
 
 
-def device_name() -> str:
-    """What step times were measured on: the kind of device, and for a CPU how many cores this process may use."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return device.device_kind
-    return f"cpu, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+def device_name(mesh: Mesh | None = None) -> str:
+    """What step times were measured on: the kind of device, for a CPU how many cores this process may use, the mesh."""
+    name = jax.devices()[0].device_kind
+    if jax.devices()[0].platform == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        name = f"cpu, {cores} cores"
+    return name if mesh is None else f"{name}, mesh {describe(mesh.shape)}"
 
 
-def write_step_times(directory: Path, dtype: str, tables: Mapping[int, StepTimes]) -> None:
-    """Keep the tables of this device and dtype, by batch size, beside the model; all others stay.
+def write_step_times(directory: Path, dtype: str, tables: Mapping[int, StepTimes], mesh: Mesh | None = None) -> None:
+    """Keep the tables of this device (or mesh) and dtype, by batch size, beside the model; all others stay.
 
     A file that cannot be read is replaced.
     """
@@ -190,7 +193,7 @@ def write_step_times(directory: Path, dtype: str, tables: Mapping[int, StepTimes
     if path.exists():
         with contextlib.suppress(InputError):
             kept = _entries(path)
-    own = {"device": device_name(), "dtype": dtype}
+    own = {"device": device_name(mesh), "dtype": dtype}
     kept = [e for e in kept if e["batch"] not in tables or {key: e[key] for key in own} != own]
     made = [{**own, "batch": batch, "layer": times.layer, "head": times.head} for batch, times in tables.items()]
     beside = path.with_name(FILE_NAME + ".part")
@@ -198,8 +201,8 @@ def write_step_times(directory: Path, dtype: str, tables: Mapping[int, StepTimes
     beside.replace(path)
 
 
-def read_step_times(directory: Path | None, dtype: str) -> dict[int, StepTimes]:
-    """The tables of this device and dtype by batch size; empty where there are none.
+def read_step_times(directory: Path | None, dtype: str, mesh: Mesh | None = None) -> dict[int, StepTimes]:
+    """The tables of this device (or mesh) and dtype by batch size; empty where there are none.
 
     Raises:
         InputError: the file is damaged.
@@ -210,7 +213,7 @@ def read_step_times(directory: Path | None, dtype: str) -> dict[int, StepTimes]:
     return {
         entry["batch"]: _times(entry)
         for entry in _entries(path)
-        if (entry["device"], entry["dtype"]) == (device_name(), dtype)
+        if (entry["device"], entry["dtype"]) == (device_name(mesh), dtype)
     }
 
 

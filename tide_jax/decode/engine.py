@@ -8,38 +8,38 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from tide_jax.compat import release_free_memory
+from tide_jax.decode.ahead import compile_ahead
 from tide_jax.decode.control import at_batch, device_name, executed, new_control, read_step_times
 from tide_jax.decode.loop import prefill, run, run_rounds
 from tide_jax.decode.plan import Plan
 from tide_jax.decode.proposers import Proposer
-from tide_jax.decode.state import DecodeState, RoundState, bucket, new_rounds, new_state
+from tide_jax.decode.state import DecodeState, RoundState, bucket, new_rounds, new_state, place_state
 from tide_jax.decode.verify import Verify, plan_rounds
 from tide_jax.errors import InputError
 from tide_jax.exits import Deferred, ExitRule, NoScorer, ProjectKV, Remainder, Scorer
 from tide_jax.exits.heads import check_heads
 from tide_jax.exits.rules import STAY
 from tide_jax.model import Model
+from tide_jax.sharding import check_rows, place
 
 CHUNK = 32  # rounds between two looks at the clock
 
 _PROGRAMS: dict[object, Callable] = {}
 
 
-def _compiled(function: Callable, graphdef, plan: Plan, *args):
-    """The compiled program of `function` for these shapes, and the seconds its compilation took (0: it was there).
-
-    Compiled ahead of the call, so that no timing ever contains a compilation, and compilations can be counted.
-    """
+def _compiled(function: Callable, graphdef, plan: Plan, mesh: Mesh | None, *args):
+    """The compiled program of `function` for these shapes, and the seconds its compilation took (0: it was there)."""
     leaves, tree = jax.tree.flatten(args)
     key = (function, graphdef, plan, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
     if key in _PROGRAMS:
         return _PROGRAMS[key], 0.0
     began = time.perf_counter()
-    jitted = jax.jit(functools.partial(function, graphdef, plan), donate_argnums=(2,))
-    _PROGRAMS[key] = jitted.lower(*args).compile()
+    _PROGRAMS[key] = compile_ahead(functools.partial(function, graphdef, plan), *args, state=2, mesh=mesh)
     release_free_memory()
     return _PROGRAMS[key], time.perf_counter() - began
 
@@ -109,13 +109,14 @@ class Engine:
         if verify is not None and verify.times is not None:
             self._step_times = {1: verify.times}
         elif rounds is not None:
-            self._step_times = read_step_times(model.path, model.dtype.name)
+            self._step_times = read_step_times(model.path, model.dtype.name, model.mesh)
         if remainder is None:
             remainder = ProjectKV() if rounds is None else Deferred()
         if rounds is not None and rounds.adaptive and not self._step_times:
             raise InputError(
-                f'Verify("auto") chooses widths from measured step times, and this model has none for {device_name()}, '
-                f"{model.dtype.name}. Run `tide-jax warmup` on it, or give Verify a width or times."
+                'Verify("auto") chooses widths from measured step times, and this model has none for '
+                f"{device_name(model.mesh)}, {model.dtype.name}. Run `tide-jax warmup` on it, or give Verify a width "
+                "or times."
             )
         if propose is not None and propose.needs_states and not record_states:
             raise InputError(
@@ -128,7 +129,7 @@ class Engine:
         self.record_states = record_states
         self.timings = Timings()
         exits = model.exits.heads if model.exits else {}
-        self._heads = jax.tree.map(jnp.asarray, {depth: exits[depth] for depth in points if depth in exits})
+        self._heads = place({depth: exits[depth] for depth in points if depth in exits}, P(), model.mesh)
 
     def thresholds(self, rule: ExitRule, batch: int) -> np.ndarray:
         """The rule's thresholds at this engine's points, float32 [batch, points]."""
@@ -156,8 +157,12 @@ class Engine:
             seeds: one per row; default 0 for all.
             temperature: 0 is greedy.
             continuations: tokens that follow each prompt whatever the model says (teacher forcing).
+
+        Raises:
+            InputError: rows that the model's mesh does not share evenly.
         """
         batch = len(prompts)
+        check_rows(self.model.mesh, batch)
         wanted = np.broadcast_to(max_new_tokens, batch).tolist()
         state = new_state(
             self.model.config,
@@ -169,6 +174,7 @@ class Engine:
             temperature=[temperature] * batch,
             dtype=self.model.dtype,
             record_states=self.record_states,
+            mesh=self.model.mesh,
         )
         if continuations is not None:
             tokens = np.array(state.tokens)
@@ -183,7 +189,7 @@ class Engine:
         ids = np.zeros((batch, width), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
-        state, seconds = self._call(prefill, state, jnp.asarray(ids), jnp.asarray(valid))
+        state, seconds = self._call(prefill, state, *place((ids, valid), P("batch"), self.model.mesh))
         self.timings.prefill += seconds
         return state
 
@@ -198,10 +204,10 @@ class Engine:
     def run(self, state: DecodeState, count: int) -> DecodeState:
         """At most `count` decode steps, or rounds, in one while-loop; `state` is donated: use only what is returned."""
         if self.plan.rounds is None:
-            state, seconds = self._call(run, state, jnp.int32(count))
+            state, seconds = self._call(run, state, place(np.int32(count), P(), self.model.mesh))
         else:
             before = self._executed(state)
-            state, seconds = self._call(run_rounds, state, jnp.int32(count))
+            state, seconds = self._call(run_rounds, state, place(np.int32(count), P(), self.model.mesh))
             state = self._compared_with_the_clock(state, before, seconds)
         self.timings.decode += seconds
         return state
@@ -245,7 +251,10 @@ class Engine:
 
     def _call(self, function: Callable, state: DecodeState, *args) -> tuple[DecodeState, float]:
         model = self.model
-        program, seconds = _compiled(function, model.graphdef, self.plan, model.params, self._heads, state, *args)
+        state = place_state(state, model.mesh)
+        program, seconds = _compiled(
+            function, model.graphdef, self.plan, model.mesh, model.params, self._heads, state, *args
+        )
         self.timings.compile += seconds
         self.timings.compiles += seconds > 0
         began = time.perf_counter()

@@ -41,13 +41,14 @@ def save_program(
 ) -> None:
     """Write a program of the engine, `function(params, heads, state, *rest)`, which returns the new state.
 
-    Of the arguments only shapes and dtypes are read. On each platform it calls the kernels that are registered for
-    that platform in this process; `register_cuda()` does that without a GPU.
+    Of the arguments only shapes and dtypes are read: the program is for one device. On each platform it calls the
+    kernels that are registered for that platform in this process; `register_cuda()` does that without a GPU.
 
     Raises:
         InputError: the package flatbuffers is missing.
     """
-    leaves, tree = jax.tree.flatten((params, heads, state, *rest))
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, heads, state, *rest))
+    leaves, tree = jax.tree.flatten(abstract)
     first = len(jax.tree.leaves((params, heads)))
 
     def flat(*leaves: Any) -> list[Any]:

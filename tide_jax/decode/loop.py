@@ -25,8 +25,9 @@ def prefill(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], state: 
     counters = state.segments_run
     state, result = step(decoder, {}, dataclasses.replace(plan, points=()), state, Columns(tokens, valid))
     state = dataclasses.replace(state, segments_run=counters)  # which count decode steps only
-    rows, last = jnp.arange(valid.shape[0]), jnp.maximum(valid.sum(axis=1) - 1, 0)
-    return _emit_one(decoder, state, result._replace(x=result.x[rows, last][:, None], depth=result.depth[:, :1]))
+    last = jnp.maximum(valid.sum(axis=1) - 1, 0)[:, None, None]
+    x = jnp.take_along_axis(result.x, last, axis=1)
+    return _emit_one(decoder, state, result._replace(x=x, depth=result.depth[:, :1]))
 
 
 def run(graphdef, plan: Plan, params, heads: Mapping[int, ExitHead], state: DecodeState, count):

@@ -1,6 +1,7 @@
 """All that a running batch is: one pytree, donated from step to step."""
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,12 +9,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
 from tide_jax.exits.remainders import WIDEST, WIDTHS
 from tide_jax.models import KV, DecoderConfig
+from tide_jax.sharding import place, sharding
 
 SLACK = 2 * WIDEST  # slots past a row's last token, where masked columns may write: as many again after those skipped
+CACHE_AXES = P("batch", "kv_heads")
+# What has no row for each row of the batch.
+_OF_THE_BATCH = {
+    "segments_run",
+    "steps",
+    *(
+        f"rounds.tally.{name}"
+        for name in ("passes", "lm_heads", "settled_segments", "proposed", "accepted", "corrected")
+    ),
+    *(f"rounds.control.{name}" for name in ("layer", "head", "draft_layers")),
+}
 
 
 class Tally(NamedTuple):
@@ -137,6 +152,21 @@ def bucket(count: int, smallest: int) -> int:
     return max(smallest, 1 << max(count - 1, 0).bit_length())
 
 
+def logical_axes(state: DecodeState) -> DecodeState:
+    """The logical axes of every array of a state."""
+
+    def axes(path: tuple, _: object) -> P:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return CACHE_AXES if name.startswith("caches") else P() if name in _OF_THE_BATCH else P("batch")
+
+    return jax.tree_util.tree_map_with_path(axes, state)
+
+
+def place_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
+    """The state on the devices of the mesh, where it is not there already; None: as it is."""
+    return state if mesh is None else place(state, logical_axes(state), mesh)
+
+
 def new_state(
     config: DecoderConfig,
     *,
@@ -148,10 +178,12 @@ def new_state(
     temperature: Sequence[float],
     dtype: DTypeLike,
     record_states: bool,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """An empty-cache state for rows whose `tokens` are known; cache slots are a power of two (≥ 256).
 
-    Everything but the caches is made on the host, so that a new batch costs no compilation.
+    Everything but the caches is made on the host, so that a new batch costs no compilation. On a mesh the caches are
+    made in their shares; all else is placed when it is used.
     """
     batch = len(tokens)
     given = np.array([len(row) for row in tokens], np.int32)
@@ -166,8 +198,9 @@ def new_state(
     # The prompt enters the key, so that rows of one batch with one seed do not share their noise.
     prompts = [zlib.crc32(np.asarray(row, np.int32)) for row in tokens]
     keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), of) for seed, of in zip(seeds, prompts, strict=True)])
+    zeros = functools.partial(jnp.zeros, empty, dtype, device=sharding(mesh, CACHE_AXES, empty))
     return DecodeState(
-        caches=tuple(KV(jnp.zeros(empty, dtype), jnp.zeros(empty, dtype)) for _ in range(config.num_layers)),
+        caches=tuple(KV(zeros(), zeros()) for _ in range(config.num_layers)),
         slots=jnp.full((batch, slots), -1, jnp.int32),
         length=jnp.zeros(batch, jnp.int32),
         live=jnp.asarray(limit > given),

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tide_jax.compat import in_default_layout
 from tide_jax.decode.plan import Plan
-from tide_jax.decode.state import DecodeState
+from tide_jax.decode.state import CACHE_AXES, DecodeState
 from tide_jax.exits import ExitHead, Remainder
 from tide_jax.exits.heads import project
 from tide_jax.kernels import Gate
 from tide_jax.models import KV, Attendable, Decoder
+from tide_jax.sharding import on_each
 
 
 class Columns(NamedTuple):
@@ -199,7 +201,9 @@ def _write(
         if skips:
             into = slot + skips[layer]
             new = _after(new, skips[layer])
-        caches.append(KV(place(cache.k, new.k, into, 1), place(cache.v, new.v, into, 1)))
+        written = (place(*pair, into, 1) for pair in zip(cache, new, strict=True))
+        # Where there is one row, XLA would choose a layout for the update or the product, and copy into it and back.
+        caches.append(KV(*(on_each(in_default_layout, part, *CACHE_AXES) for part in written)))
     state = dataclasses.replace(
         state,
         caches=tuple(caches),

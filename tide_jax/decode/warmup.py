@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from tide_jax.compat import release_free_memory
+from tide_jax.decode.ahead import compile_ahead
 from tide_jax.decode.control import StepTimes, write_step_times
 from tide_jax.decode.emit import choices
 from tide_jax.decode.plan import Plan
-from tide_jax.decode.state import DecodeState, new_state
+from tide_jax.decode.state import DecodeState, new_state, place_state
 from tide_jax.decode.step import Columns, step
 from tide_jax.errors import InputError
 from tide_jax.exits.remainders import WIDTHS
 from tide_jax.model import Model
+from tide_jax.sharding import check_rows, place
 
 CONTEXT = 128  # tokens that the measured passes look back on
 
@@ -42,8 +45,11 @@ def passes(graphdef, params, state: DecodeState, tokens, speaks, count):
 
 def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> StepTimes:
     """Step times at one batch size: medians over interleaved rounds of `count` passes each."""
+    check_rows(model.mesh, batch)
     ids = np.arange(CONTEXT) % model.config.vocab_size
     programs, seconds = {}, {}
+    speaking = {speaks: place(np.bool_(speaks), P(), model.mesh) for speaks in (True, False)}
+    passes_each = place(np.int32(count), P(), model.mesh)
     for width in WIDTHS:
         state = new_state(
             model.config,
@@ -55,6 +61,7 @@ def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> Ste
             temperature=[0.0] * batch,
             dtype=model.dtype,
             record_states=False,
+            mesh=model.mesh,
         )
         slots = jnp.arange(state.slots.shape[1])
         state = dataclasses.replace(
@@ -62,15 +69,17 @@ def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> Ste
             length=jnp.full(batch, CONTEXT, jnp.int32),
             slots=jnp.broadcast_to(jnp.where(slots < CONTEXT, slots, -1), state.slots.shape),
         )
-        args = (state, jnp.ones((batch, width), jnp.int32), jnp.bool_(True), jnp.int32(count))
-        jitted = jax.jit(functools.partial(passes, model.graphdef), donate_argnums=(1,))
-        programs[width] = [jitted.lower(model.params, *args).compile(), *args[:2]]
+        state = place_state(state, model.mesh)
+        tokens = place(np.ones((batch, width), np.int32), P("batch"), model.mesh)
+        args = (model.params, state, tokens, speaking[True], passes_each)
+        program = compile_ahead(functools.partial(passes, model.graphdef), *args, state=1, mesh=model.mesh)
+        programs[width] = [program, state, tokens]
     for round_ in range(rounds + 1):
         for width, entry in programs.items():
             program, state, tokens = entry
-            for speaks in (True, False):
+            for speaks, flag in speaking.items():
                 began = time.perf_counter()
-                state = jax.block_until_ready(program(model.params, state, tokens, jnp.bool_(speaks), jnp.int32(count)))
+                state = jax.block_until_ready(program(model.params, state, tokens, flag, passes_each))
                 taken = (time.perf_counter() - began) / count
                 if round_:
                     seconds.setdefault((width, speaks), []).append(taken)
@@ -113,5 +122,5 @@ def warmup(
     tables = {batch: measure(model, batch) for batch in progress(list(dict.fromkeys(batches.tolist())))}
     release_free_memory()
     if save:
-        write_step_times(model.path, model.dtype.name, tables)
+        write_step_times(model.path, model.dtype.name, tables, model.mesh)
     return tables

@@ -8,12 +8,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from tide_jax.arrays import write_safetensors
+from tide_jax.compat import current_mesh
 from tide_jax.errors import InputError
 from tide_jax.kernels import Gate, Norm, Route, exit_route
 from tide_jax.models import Decoder
+from tide_jax.sharding import spec
 
 FILE_NAME = "exit_heads.safetensors"
 FORMAT = "tide-exit-heads-1"
@@ -64,12 +67,30 @@ def route(
     layers: int,
     use_kernels: bool | None,
 ) -> Route:
-    """Who leaves by the router's probability, made from the raw state: it applies the model's final norm itself."""
+    """Who leaves by the router's probability, made from the raw state: it applies the model's final norm itself.
+
+    On a mesh every device routes its own rows, and all know how many remain of all rows: so they take one branch.
+    """
     norm = decoder.final_norm
-    return exit_route(
-        x, norm.scale[...].astype(jnp.float32), None, router.down, router.up, gate, norm=Norm(eps=norm.eps),
-        layers=layers, use_kernels=use_kernels,
-    )  # fmt: skip
+
+    def call(x, scale, router: Router, gate: Gate) -> Route:
+        return exit_route(
+            x, scale, None, router.down, router.up, gate, norm=Norm(eps=norm.eps), layers=layers,
+            use_kernels=use_kernels,
+        )  # fmt: skip
+
+    operands = (x, norm.scale[...].astype(jnp.float32), router, gate)
+    mesh = current_mesh()
+    if mesh is None:
+        return call(*operands)
+    rows = spec(mesh, ("batch",), x.shape)
+
+    def local(*operands) -> Route:
+        made = call(*operands)
+        return made if rows[0] is None else made._replace(remaining=jax.lax.psum(made.remaining, rows[0]))
+
+    shared = jax.shard_map(local, in_specs=(rows, P(), P(), rows), out_specs=Route(rows, rows, rows, P()))
+    return shared(*operands)
 
 
 class ExitHeads(NamedTuple):

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 from tide_jax.models.config import DecoderConfig
 from tide_jax.models.rope import rotate
+from tide_jax.sharding import Axes, constrain
 
 
 class KV(NamedTuple):
@@ -37,12 +38,15 @@ class Attendable(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """x @ kernel (+ bias), kernel [in, out]: the orientation that reads weights once, in order, for few rows."""
+    """x @ kernel (+ bias), kernel [in, out]: the orientation that reads weights once, in order, for few rows.
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+    `axes` are the logical axes of the kernel.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, axes: Axes, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         scale = inputs**-0.5
-        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype))
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (inputs, outputs), dtype), axes=axes)
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         y = x @ self.kernel[...]
@@ -53,7 +57,7 @@ class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + eps) · scale in float32, cast to the dtype of x at the end (arXiv 1910.07467)."""
 
     def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=("embed",))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
@@ -67,9 +71,9 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         d, f, bias = config.hidden_size, config.ffn_size, config.mlp_bias
-        self.gate = Linear(d, f, bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear(d, f, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(f, d, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate = Linear(d, f, axes=("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Linear(d, f, axes=("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(f, d, axes=("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch cols embed"]) -> Float[Array, "batch cols embed"]:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -81,10 +85,10 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         d, hd, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = hd
-        self.q = Linear(d, config.num_heads * hd, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(d, config.num_kv_heads * hd, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(d, config.num_kv_heads * hd, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Linear(config.num_heads * hd, d, bias=bias, dtype=dtype, rngs=rngs)
+        self.q = Linear(d, config.num_heads * hd, axes=("embed", "heads"), bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Linear(d, config.num_kv_heads * hd, axes=("embed", "kv_heads"), bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Linear(d, config.num_kv_heads * hd, axes=("embed", "kv_heads"), bias=bias, dtype=dtype, rngs=rngs)
+        self.o = Linear(config.num_heads * hd, d, axes=("heads", "embed"), bias=bias, dtype=dtype, rngs=rngs)
 
     def project_kv(self, x: Float[Array, "batch cols embed"], view: Attendable) -> KV:
         """The K/V rows of normed states x: all that a layer that is not run still owes to later tokens.
@@ -95,12 +99,12 @@ class Attention(nnx.Module):
         split = (*x.shape[:2], -1, self.head_dim)
         k = rotate(self.k(x).reshape(split), view.cos, view.sin)
         v = jnp.where(view.valid[..., None, None], self.v(x).reshape(split), 0)
-        return KV(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        return KV(*(constrain(rows.swapaxes(1, 2), "batch", "kv_heads", None, None) for rows in (k, v)))
 
     def query(self, x: Float[Array, "batch cols embed"], view: Attendable) -> Float[Array, "batch heads cols head_dim"]:
         """Rotated queries of normed states x."""
         q = self.q(x).reshape(*x.shape[:2], -1, self.head_dim)
-        return rotate(q, view.cos, view.sin).swapaxes(1, 2)
+        return constrain(rotate(q, view.cos, view.sin).swapaxes(1, 2), "batch", "heads", None, None)
 
     def attend(
         self, q: Float[Array, "batch heads cols head_dim"], rows: KV, past: KV | None, view: Attendable
@@ -119,10 +123,14 @@ def attention(
     one that it may see is not; others it does not touch, although 0 · NaN is NaN.
     """
     batch, heads, cols, head_dim = q.shape
-    grouped = q.reshape(batch, rows.k.shape[1], -1, cols, head_dim)
+    kv_heads = rows.k.shape[1]
+    # One dimension for all queries of a K/V head: with two, XLA on a CPU transposes the keys, which is a copy of the
+    # cache, where batch or K/V heads are 1.
+    grouped = q.reshape(batch, kv_heads, -1, head_dim)
 
     def scores(query: jax.Array, keys: jax.Array, mask: jax.Array) -> jax.Array:
-        raw = jnp.einsum("bkgth,bksh->bkgts", query, keys, preferred_element_type=jnp.float32)
+        raw = jnp.einsum("bkqh,bksh->bkqs", query, keys, preferred_element_type=jnp.float32)
+        raw = raw.reshape(batch, kv_heads, -1, cols, keys.shape[2])
         return jnp.where(mask[:, None, None], raw * head_dim**-0.5, -jnp.inf)
 
     sound = jnp.isfinite(rows.v).all(axis=(1, 3))
@@ -136,9 +144,12 @@ def attention(
     top = jnp.stack([s.max(axis=-1) for s, _ in parts]).max(axis=0)[..., None]
     weights = [jnp.exp(s - top) for s, _ in parts]
     total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
-    mixed = sum(
-        jnp.einsum("bkgts,bksh->bkgth", w.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        for w, (_, v) in zip(weights, parts, strict=True)
-    )
+
+    def mix(w: jax.Array, values: jax.Array) -> jax.Array:
+        flat = w.astype(values.dtype).reshape(batch, kv_heads, -1, values.shape[2])
+        return jnp.einsum("bkqs,bksh->bkqh", flat, values, preferred_element_type=jnp.float32)
+
+    mixed = sum(mix(w, values) for w, (_, values) in zip(weights, parts, strict=True))
+    mixed = mixed.reshape(*total.shape[:-1], head_dim)
     mixed = jnp.where(touched[:, None, None, :, None], jnp.nan, mixed / total)
     return mixed.astype(q.dtype).reshape(batch, heads, cols, head_dim)

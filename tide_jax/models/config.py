@@ -63,6 +63,16 @@ class DecoderConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What there is along each logical axis that can be shared by devices (`tide_jax.sharding`)."""
+        return {
+            "heads": self.num_heads,
+            "kv_heads": self.num_kv_heads,
+            "mlp": self.ffn_size,
+            "vocab": self.vocab_size,
+        }
+
     def to_json(self) -> dict[str, object]:
         """The config as JSON-ready data; `from_json` is its inverse."""
         return dataclasses.asdict(self)

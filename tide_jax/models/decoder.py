@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from tide_jax.models.blocks import KV, Attendable, Attention, GatedMLP, Linear, RMSNorm
 from tide_jax.models.config import DecoderConfig
 from tide_jax.models.rope import rotation
+from tide_jax.sharding import constrain, look_up
 
 
 class DecoderLayer(nnx.Module):
@@ -35,8 +36,8 @@ class DecoderLayer(nnx.Module):
             view: who may attend to whom.
         """
         query = self.attention.query(self.attention_norm(x), view)
-        x = x + self.attention.attend(query, rows, past, view)
-        return x + self.mlp(self.mlp_norm(x))
+        x = constrain(x + self.attention.attend(query, rows, past, view), "batch", None, None)
+        return constrain(x + self.mlp(self.mlp_norm(x)), "batch", None, None)
 
 
 class Decoder(nnx.Module):
@@ -44,18 +45,21 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+        table = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
+        self.embedding = nnx.Param(table, axes=("vocab", "embed"))
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.lm_head = (
             None
             if config.tied_head
-            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+            else Linear(
+                config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, dtype=dtype, rngs=rngs
+            )
         )
 
     def embed(self, tokens: Int[Array, "batch cols"]) -> Float[Array, "batch cols embed"]:
         """Token embeddings: the states before the first layer."""
-        return self.embedding[...][tokens]
+        return look_up(self.embedding[...], tokens)
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Final norm, once, then the LM head, in float32."""
