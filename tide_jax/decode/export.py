@@ -54,8 +54,9 @@ def save_program(
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(function(*tree.unflatten(leaves)))
 
-    # XLA vouches for no custom call but its own; that ours are there is checked when the program is loaded.
-    checks = [export.DisabledSafetyCheck.custom_call(TARGET)]
+    # jax.export vouches for few custom calls. That ours are there is checked when the program is loaded, and the other,
+    # which keeps the layout of a cache, is XLA's own; loading asks for the same version.
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, "LayoutConstraint")]
     exported = export.export(jax.jit(flat), platforms=tuple(platforms), disabled_checks=checks)(*leaves)
     called = TARGET in exported.mlir_module()
     header = {
