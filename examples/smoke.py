@@ -1,4 +1,5 @@
-"""A check that an installation works, in seconds: a tiny random model generates at full depth and with exits.
+"""A check that an installation works, in seconds: a tiny random model generates at full depth, with exits, verified,
+and on two devices, which a CPU pretends to be.
 
 python examples/smoke.py
 """
@@ -18,6 +19,7 @@ from tide_jax.models import Decoder, DecoderConfig, RopeConfig
 
 def main() -> None:
     """Generate, and compare with the logits of the plain forward pass."""
+    jax.config.update("jax_num_cpu_devices", 2)
     kernels = status()
     print(f"Python {sys.version.split()[0]}, jax {jax.__version__}, flax {flax.__version__}")
     print(f"kernels: {', '.join(kernels.targets) or 'none'} ({kernels.reason})")
@@ -37,6 +39,11 @@ def main() -> None:
     assert shallow.exit_depths[0, 1:].tolist() == [2] * 7, shallow.exit_depths
     report = tide.compare(model, prompt, exits=tide.FixedDepth(2), max_new_tokens=8)
     print(f"full depth and the forward pass agree; 2 of 6 layers: agreement {report.agreement:.2f}")
+    devices = min(len(jax.devices()), 2)
+    shared = model.shared({"model": devices})
+    verified = tide.generate(shared, prompt, max_new_tokens=8, exits=tide.FixedDepth(2), verify=tide.Verify(4))
+    assert (verified.tokens == full.tokens).all(), f"generated {full.tokens}, verified {verified.tokens}"
+    print(f"drafted by 2 layers, verified, on {devices} device{'s' * (devices > 1)}: the same tokens")
 
 
 if __name__ == "__main__":

@@ -117,6 +117,15 @@ def test_what_is_no_program_is_refused(tmp_path, content):
         export.load_program(path)
 
 
+@pytest.mark.parametrize("damage", [lambda body: body[:-100], lambda body: body[:500] + b"?" + body[501:]])
+def test_a_damaged_program_is_refused(program, damage):
+    path = program()
+    line, _, body = path.read_bytes().partition(b"\n")
+    path.write_bytes(line + b"\n" + damage(body))
+    with pytest.raises(InputError, match="cannot be read as a program.*another digest"):
+        export.load_program(path)
+
+
 def test_arguments_of_other_sizes_are_refused_by_name(saved):
     loaded = export.load_program(saved[0] / "plain" / "run")
     engine = tide.Engine(exported.tiny_model(3))

@@ -7,6 +7,7 @@ needs, so that a file which cannot be run here is refused by name before anythin
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
@@ -59,19 +60,20 @@ def save_program(
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, "LayoutConstraint")]
     exported = export.export(jax.jit(flat), platforms=tuple(platforms), disabled_checks=checks)(*leaves)
     called = TARGET in exported.mlir_module()
+    try:
+        body = bytes(exported.serialize())
+    except ImportError as error:
+        raise InputError(
+            f"A program is written with the package flatbuffers ({error}). Run `pip install 'tide-jax[export]'`."
+        ) from error
     header = {
         "format": FORMAT,
         "versions": versions(),
         "targets": {name: [TARGET] if called and name in registry.platforms(TARGET) else [] for name in platforms},
         "state": [first, first + len(jax.tree.leaves(state))],
+        "digest": _digest(body),
     }
-    try:
-        body = exported.serialize()
-    except ImportError as error:
-        raise InputError(
-            f"A program is written with the package flatbuffers ({error}). Run `pip install 'tide-jax[export]'`."
-        ) from error
-    path.write_bytes(json.dumps(header).encode() + b"\n" + bytes(body))
+    path.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +119,8 @@ def load_program(path: Path) -> LoadedProgram:
     """Read what `save_program` wrote.
 
     Raises:
-        InputError: no such file or not such a file, one of other versions, or one for another platform than programs
-            run on here by default, or with kernels for it that are not there.
+        InputError: no such file or not such a file, a damaged one, one of other versions, or one for another platform
+            than programs run on here by default, or with kernels for it that are not there.
     """
     try:
         line, _, body = path.read_bytes().partition(b"\n")
@@ -126,6 +128,8 @@ def load_program(path: Path) -> LoadedProgram:
         found, state, targets = header["versions"], tuple(header["state"]), header["targets"]
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}")
+        if header["digest"] != _digest(body):
+            raise ValueError(f"{len(body)} bytes of program with another digest than when it was saved")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as a program, {FORMAT!r} ({error}). Save it again.") from error
     if found != versions():
@@ -144,6 +148,10 @@ def load_program(path: Path) -> LoadedProgram:
         raise InputError(
             f"A program is read with the package flatbuffers ({error}). Run `pip install 'tide-jax[export]'`."
         ) from error
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:16]
 
 
 def _list(found: dict[str, str]) -> str:
