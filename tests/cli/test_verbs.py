@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from convert.builders import write_directory
 
 from tide_jax.checkpoint import read_manifest
 from tide_jax.cli.main import VERBS
@@ -56,6 +57,37 @@ def test_inspect_json(tide_json, tiny_dir):
     assert facts["config"]["num_layers"] == 6
     assert facts["weight_bytes"] == 4 * facts["parameters"]
     assert facts["chat_template"] and facts["eos_ids"] and facts["exits"] is None
+    assert facts["files"] == ["tide.json"]
+
+
+def test_inspect_says_what_a_token_costs(tide, tide_json, tiny_dir):
+    """Counted by hand for 6 layers: width 24, 6 and 2 heads of 8, feed-forward 40, 260 tokens, tied, float32."""
+    token = tide_json("inspect", tiny_dir)["per_token"]
+    matrices = 24 * 48 + 2 * 24 * 16 + 48 * 24 + 3 * 24 * 40
+    assert token == {
+        "layer_flops": 2 * matrices,
+        "layer_bytes": 4 * (matrices + 2 * 24),
+        "head_flops": 2 * 260 * 24,
+        "head_bytes": 4 * (260 * 24 + 24),
+        "flops": 2 * (6 * matrices + 260 * 24),
+        "bytes": 4 * (6 * (matrices + 48) + 260 * 24 + 24 + 24),
+        "layer_flops_per_position": 4 * 48,
+        "kv_bytes_per_position": 4 * 6 * 2 * 2 * 8,
+    }
+    words = " ".join(tide("inspect", tiny_dir)[1].split())
+    assert "83.9 kFLOP, 169.2 kB of weights read at full depth; a layer 11.9 kFLOP, 24.0 kB" in words
+    assert "K/V cache 768 B a position" in words
+
+
+def test_inspect_counts_a_head_of_its_own(tide_json, tmp_path):
+    target = tmp_path / "model"
+    assert tide_json("convert", write_directory(tmp_path / "hf"), target)
+    facts = tide_json("inspect", target)
+    vocab, width = facts["config"]["vocab_size"], facts["config"]["hidden_size"]
+    assert facts["config"]["tied_head"] is False
+    assert facts["per_token"]["head_flops"] == 2 * vocab * width
+    # All but the embedding, of which one row is read.
+    assert facts["per_token"]["bytes"] == facts["weight_bytes"] - 4 * (vocab - 1) * width
 
 
 def test_inspect_words_show_the_exits(tide, tide_json, tiny_dir, calibrated_dir):

@@ -10,10 +10,15 @@ from tide_jax.cli.options import Directory, Json
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tide_jax.checkpoint import Tree
+    from tide_jax.models import DecoderConfig
+
+_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Say what is in a converted directory: model, size, origin, calibrated exits.
+    """Say what is in a converted directory: model, size, what a token costs, origin, calibrated exits.
 
     The weights are not read.
 
@@ -42,8 +47,9 @@ def described(directory: Path) -> dict[str, Any]:
 
     import jax
     import jax.numpy as jnp
+    from flax import nnx
 
-    from tide_jax.checkpoint import read_manifest, skeleton
+    from tide_jax.checkpoint import part_trees, read_manifest, skeleton
     from tide_jax.exits.heads import FILE_NAME, load_heads
 
     manifest = read_manifest(directory)
@@ -71,6 +77,8 @@ def described(directory: Path) -> dict[str, Any]:
         "parameters": parameters,
         "dtype": manifest.dtype,
         "weight_bytes": parameters * jnp.dtype(manifest.dtype).itemsize,
+        "per_token": per_token(config, part_trees(nnx.to_pure_dict(abstract)), jnp.dtype(manifest.dtype).itemsize),
+        "files": sorted(path.name for path in directory.iterdir() if path.is_file()),
         "disk_bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
         "source": dict(manifest.source),
         "fingerprint": manifest.fingerprint,
@@ -80,12 +88,37 @@ def described(directory: Path) -> dict[str, Any]:
     }
 
 
+def per_token(config: "DecoderConfig", parts: "dict[str, Tree]", itemsize: int) -> dict[str, int]:
+    """What one token of one row costs: floating-point operations of the matrix products, and bytes of weights read.
+
+    Attention adds, in each layer, operations and bytes of cache for every position that is looked back on.
+    """
+    from tide_jax.checkpoint import flat
+
+    def size(tree: "Tree", smallest_rank: int) -> int:
+        return sum(leaf.size for _, leaf in flat(tree) if leaf.ndim >= smallest_rank)
+
+    layer, final = parts["layer_000"], parts["final"]
+    head = size(parts["embedding"], 2) if config.tied_head else size(final, 2)
+    last = head + size(final, 1) - size(final, 2)  # the final norm, and the head wherever it is kept
+    return {
+        "layer_flops": 2 * size(layer, 2),
+        "layer_bytes": size(layer, 1) * itemsize,
+        "head_flops": 2 * head,
+        "head_bytes": last * itemsize,
+        "flops": 2 * (config.num_layers * size(layer, 2) + head),
+        "bytes": (config.num_layers * size(layer, 1) + last + config.hidden_size) * itemsize,
+        "layer_flops_per_position": 4 * config.num_heads * config.head_dim,
+        "kv_bytes_per_position": 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize,
+    }
+
+
 def words(facts: dict[str, Any]) -> "Table":
     """The facts as a table of two columns for people."""
     from rich.table import Table
     from rich.text import Text
 
-    config, exits = facts["config"], facts["exits"]
+    config, exits, token = facts["config"], facts["exits"], facts["per_token"]
     rope = config["rope"]
     biased = "".join(f"; {name}" for name in ("attention_bias", "mlp_bias") if config[name])
     stretched = "" if rope["kind"] == "default" else f", {rope['kind']} × {rope['factor']:g}"
@@ -99,11 +132,17 @@ def words(facts: dict[str, Any]) -> "Table":
         "context": f"{config['max_positions']:,} tokens",
         "weights": f"{facts['parameters']:,} parameters, {facts['dtype']}, {_size(facts['weight_bytes'])} "
         f"({_size(facts['disk_bytes'])} on disk)",
+        "one token": f"{_number(token['flops'])}FLOP, {_size(token['bytes'])} of weights read at full depth; a layer "
+        f"{_number(token['layer_flops'])}FLOP, {_size(token['layer_bytes'])}; the LM head "
+        f"{_number(token['head_flops'])}FLOP, {_size(token['head_bytes'])}",
+        "K/V cache": f"{_size(token['kv_bytes_per_position'])} a position, and "
+        f"{_number(token['layer_flops_per_position'])}FLOP in each layer for every position looked back on",
         "source": ", ".join(f"{key} {_flat(value)}" for key, value in facts["source"].items()),
         "fingerprint": facts["fingerprint"],
         "stop ids": ", ".join(map(str, facts["eos_ids"])) or "none",
         "chat template": "yes" if facts["chat_template"] else "no",
         "exits": _exits(exits),
+        "files": ", ".join(facts["files"]),
     }
     if "seconds" in facts:
         rows["converted in"] = f"{facts['seconds']:.1f} s"
@@ -132,4 +171,10 @@ def _flat(value: object) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return _number(count) + "B"
+
+
+def _number(count: int) -> str:
+    """Three digits or four, and the prefix of the unit that follows."""
+    scale, prefix = next((scale, prefix) for scale, prefix in _PREFIXES if count >= scale or scale == 1)
+    return f"{count / scale:.{2 if scale == 1e9 else 1 if scale > 1 else 0}f} {prefix}"
