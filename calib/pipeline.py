@@ -100,7 +100,7 @@ def calibrate(
         seed: of splits, initial weights and batch order.
 
     Raises:
-        InputError: values out of range, too little text, or no candidate depth.
+        InputError: values out of range, too little text, no candidate depth, or a model that devices share.
 
     Example:
         >>> model = tide.load("demo_out/smollm2")
@@ -108,6 +108,8 @@ def calibrate(
         >>> result.save(model.path)
     """
     layers = model.config.num_layers
+    if model.mesh is not None:
+        raise InputError("calibration runs on one device: load the model without a mesh; its exits serve with one.")
     if not 0 < agreement <= 1:
         raise InputError(f"agreement is {agreement}; it is a share of tokens, above 0 and at most 1.")
     if label not in ("agreement", "cosine"):

@@ -1,5 +1,6 @@
 """Models shared by several devices: what each of them holds, and what cannot be shared."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,12 +10,17 @@ import pytest
 from convert.builders import write_directory
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from support import topologies
 from support.tiny import tiny_config, tiny_model
 
 import tide_jax as tide
+from calib import calibrate
 from tide_jax import sharding
 from tide_jax.checkpoint import skeleton
 from tide_jax.compat import current_mesh, use_mesh
+from tide_jax.decode import StepTimes
+from tide_jax.decode.control import new_control
+from tide_jax.decode.state import CACHE_AXES, logical_axes, new_rounds, new_state
 from tide_jax.errors import InputError
 
 SIZES = dict(vocab_size=96, hidden_size=32, ffn_size=64, num_heads=8, num_kv_heads=4, head_dim=8)
@@ -24,12 +30,16 @@ COUNTS = {"heads": 8, "kv_heads": 4, "mlp": 64, "vocab": 96}
 @pytest.mark.parametrize(
     ("sizes", "counts", "words"),
     [
+        (2, COUNTS, ["mesh is 2", "{'data': 2, 'model': 4}"]),
+        ("data=2", COUNTS, ["mesh is 'data=2'"]),
+        (None, COUNTS, ["mesh is None"]),
         ({"tensor": 2}, COUNTS, ["'tensor' is unknown", "data and model"]),
-        ({}, COUNTS, ["how many devices"]),
-        ({"data": 0}, COUNTS, ["how many devices"]),
-        ({"model": -1}, COUNTS, ["how many devices"]),
-        ({"model": True}, COUNTS, ["how many devices"]),
-        ({"data": 9}, COUNTS, ["data=9 needs 9 devices", "has 8 (cpu)", "host_platform_device_count=9"]),
+        ({}, COUNTS, ["mesh is {}"]),
+        ({"data": 0}, COUNTS, ["0 is not a number of devices of 1 or more"]),
+        ({"model": -1}, COUNTS, ["-1 is not"]),
+        ({"model": 2.0}, COUNTS, ["2.0 is not"]),
+        ({"model": True}, COUNTS, ["True is not"]),
+        ({"data": 9}, COUNTS, ["data=9 needs 9 devices", "there are 8 (cpu)", "host_platform_device_count=8"]),
         ({"data": 4, "model": 4}, COUNTS, ["data=4,model=4 needs 16 devices"]),
         ({"model": 3}, COUNTS, ["model=3", "8 query heads", "by 3 devices", "1, 2, 4 or 8."]),
         ({"model": 4}, {**COUNTS, "heads": 12, "kv_heads": 6}, ["6 K/V heads", "1 or 2."]),
@@ -51,6 +61,7 @@ def test_a_mesh_that_cannot_be(sizes, counts, words):
     ("sizes", "shape", "written"),
     [
         ({"data": 8}, (8, 1, 1), "data=8"),
+        ({"data": np.int64(3)}, (3, 1, 1), "data=3"),
         ({"model": 4}, (1, 4, 1), "model=4"),
         ({"model": 8}, (1, 4, 2), "model=8"),
         ({"data": 2, "model": 2}, (2, 2, 1), "data=2,model=2"),
@@ -129,10 +140,10 @@ def test_a_model_is_loaded_in_parts(tmp_path):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_that_cannot_be_shared(rows):
     model = tiny_model(**SIZES).shared({"data": 2, "model": 2})
-    with pytest.raises(InputError, match=rf"data=2,model=2: {rows} rows? cannot be shared.*multiple of 2 prompts"):
+    with pytest.raises(InputError, match=rf"data=2,model=2: a batch of {rows} cannot be shared.*multiple of 2 rows"):
         tide.generate(model, [[1, 2]] * rows, max_new_tokens=2)
-    with pytest.raises(InputError, match="multiple of 2"):
-        tide.warmup(model, batches=rows, save=False)
+    with pytest.raises(InputError, match="multiple of 2"):  # before anything is measured
+        tide.warmup(model, batches=[2, rows], save=False, progress=lambda batches: pytest.fail("measured"))
     assert model(np.ones((rows, 2), int)).shape == (rows, 2, 96)  # whole on every device
 
 
@@ -147,6 +158,42 @@ def test_tokens_are_looked_up_where_they_are(sizes):
         found = jax.jit(sharding.look_up)(*args)
     np.testing.assert_array_equal(found, table[tokens])
     np.testing.assert_array_equal(sharding.look_up(jnp.asarray(table), jnp.asarray(tokens)), table[tokens])
+
+
+def test_a_model_knows_its_mesh_by_its_parameters():
+    model = tiny_model(**SIZES)
+    shared = model.shared({"data": 2, "model": 2})
+    assert model.mesh is None
+    assert tide.Model(shared.graphdef, shared.params).mesh == shared.mesh
+    assert dict(shared.shared({"model": 4}).mesh.shape) == {"data": 1, "model": 4, "copies": 1}
+
+
+@pytest.mark.portability
+@pytest.mark.parametrize("sizes", [{"model": 3}, {"data": 3}, {"model": 2}, {"data": 2, "model": 2}])
+def test_chips_that_fill_no_box(sizes):
+    topologies.require("v5e")
+    mesh = sharding.make_mesh(sizes, {"heads": 6, "kv_heads": 6, "mlp": 6, "vocab": 6}, topologies.devices("v5e", 4))
+    assert mesh.size == math.prod(sizes.values())
+
+
+def test_every_array_of_a_state_has_axes():
+    """A batch of 5, and nothing else of that size."""
+    sizes = dict(
+        tokens=[[1]] * 5, max_new_tokens=[1] * 5, thresholds=np.zeros((5, 2), np.float32), stops=[], seeds=[0] * 5,
+        temperature=[0.0] * 5, dtype=jnp.float32, record_states=True,
+    )  # fmt: skip
+    state = new_state(tiny_config(), **sizes)
+    times = StepTimes(layer=(1.0, 1.0, 1.0), head=(1.0, 1.0, 1.0))
+    state = dataclasses.replace(state, rounds=new_rounds(5, 3, width=4, control=new_control(times, 5, 2.0)))
+    axes = jax.tree_util.tree_leaves(logical_axes(state))
+    for (path, leaf), own in zip(jax.tree_util.tree_leaves_with_path(state), axes, strict=True):
+        assert (own[:1] == ("batch",)) == (leaf.shape[:1] == (5,)), path
+    assert [own for own in axes if len(own) == 2] == [CACHE_AXES] * 12
+
+
+def test_calibration_is_refused():
+    with pytest.raises(InputError, match="calibration runs on one device"):
+        calibrate(tiny_model(**SIZES).shared({"data": 2}), [])
 
 
 def test_names_do_nothing_without_a_mesh():
@@ -168,7 +215,7 @@ def test_a_mesh_of_other_axes_is_left_alone():
 def test_step_times_are_those_of_the_mesh(tmp_path):
     tide.convert(write_directory(tmp_path / "hf"), tmp_path / "model")
     shared = tide.load(tmp_path / "model", mesh={"data": 2})
-    tide.warmup(shared, batches=2)
+    assert sorted(tide.warmup(shared)) == [2, 8]
     tide.generate(shared, [[1, 2]] * 2, max_new_tokens=4, propose=tide.Ngram(), verify=tide.Verify("auto"))
     with pytest.raises(InputError, match=r"none for cpu, \d+ cores, float32"):
         tide.generate(

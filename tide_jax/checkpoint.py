@@ -373,7 +373,7 @@ def read_parameters(
     wanted = part_trees(nnx.to_pure_dict(abstract))
     places = {}
     if mesh is not None:
-        shardings = parameter_shardings(abstract, mesh, manifest.config.counts)
+        shardings = parameter_shardings(abstract, mesh, manifest.config.axis_counts)
         places = dict(flat(part_trees(nnx.to_pure_dict(shardings))))
 
     def placed(path: str, array: np.ndarray) -> jax.Array:

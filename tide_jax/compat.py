@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,13 @@ def restore_tree(checkpointer: Any, path: Path) -> Any:
 
 
 def auto_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """A mesh over whose axes XLA cuts programs by itself; jax 0.9 and later make another kind by default."""
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), auto, devices=devices)
+    """A mesh over the first devices, over whose axes XLA cuts programs by itself (jax 0.9 made another the default)."""
+    shape, names, auto = tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes)
+    wanted = math.prod(shape)
+    if wanted == len(devices):
+        return jax.make_mesh(shape, names, auto, devices=devices)
+    # jax.make_mesh puts neighbours together, but on TPUs only takes chips that fill a box.
+    return jax.sharding.Mesh(np.array(devices[:wanted]).reshape(shape), names, axis_types=auto)
 
 
 def use_mesh(mesh: jax.sharding.Mesh | None) -> contextlib.AbstractContextManager:

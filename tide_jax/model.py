@@ -18,7 +18,7 @@ from tide_jax.errors import InputError
 from tide_jax.exits import ExitHeads
 from tide_jax.exits.heads import FILE_NAME, load_heads
 from tide_jax.models import Decoder, DecoderConfig
-from tide_jax.sharding import make_mesh, parameter_shardings, place
+from tide_jax.sharding import make_mesh, mesh_of, parameter_shardings, place
 from tide_jax.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,7 +44,6 @@ class Model:
         eos_ids: ids that end a text.
         fingerprint: names config and weights.
         path: where it was loaded from; None for a model made in memory.
-        mesh: the devices that share it; None: it is on one.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Model:
         eos_ids: tuple[int, ...] = (),
         fingerprint: str = "in-memory",
         path: Path | None = None,
-        mesh: Mesh | None = None,
     ):
         self.graphdef = graphdef
         self.params = params
@@ -67,7 +65,6 @@ class Model:
         self.eos_ids = eos_ids
         self.fingerprint = fingerprint
         self.path = path
-        self.mesh = mesh
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, **kwargs) -> "Model":
@@ -88,12 +85,17 @@ class Model:
             >>> model.shared({"data": 1, "model": 1}).mesh.size
             1
         """
-        mesh = make_mesh(mesh, self.config.counts)
-        params = jax.device_put(self.params, parameter_shardings(self.params, mesh, self.config.counts))
+        counts = self.config.axis_counts
+        params = jax.device_put(self.params, parameter_shardings(self.params, make_mesh(mesh, counts), counts))
         return Model(
             self.graphdef, params, tokenizer=self.tokenizer, exits=self.exits, eos_ids=self.eos_ids,
-            fingerprint=self.fingerprint, path=self.path, mesh=mesh,
+            fingerprint=self.fingerprint, path=self.path,
         )  # fmt: skip
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share its parameters; None: they are on one."""
+        return mesh_of(self.params)
 
     @property
     def dtype(self) -> np.dtype:
@@ -203,7 +205,7 @@ def load(
     name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
     if name not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
-    devices = None if mesh is None else make_mesh(mesh, manifest.config.counts)
+    devices = None if mesh is None else make_mesh(mesh, manifest.config.axis_counts)
     graphdef, params = read_parameters(path, manifest, jnp.dtype(name), devices)
     release_free_memory()
     heads = path / FILE_NAME
@@ -223,5 +225,4 @@ def load(
         eos_ids=manifest.eos_ids,
         fingerprint=manifest.fingerprint,
         path=path,
-        mesh=devices,
     )

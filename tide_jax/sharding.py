@@ -32,38 +32,44 @@ RULES = {
     "mlp": ("model", "copies"),
     "vocab": ("model", "copies"),
 }
-SIZES = ("data", "model")
+AXES = ("data", "model")
 _NAMES = {"heads": "query heads", "kv_heads": "K/V heads", "mlp": "feed-forward channels"}
 
 
-def make_mesh(sizes: Mapping[str, int], counts: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: object, counts: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh for a model over the first of the devices.
 
     Args:
-        sizes: devices along `data`, `model` or both.
+        sizes: a mapping: devices along `data`, `model` or both.
         counts: what the model has along each logical axis.
-        devices: those to choose from; None: all of this process.
+        devices: those to choose from; None: all that JAX sees.
 
     Raises:
-        InputError: another axis, a size that is no count, more devices than there are, or devices along `model` that
-            cannot share the model evenly.
+        InputError: not such a mapping, another axis, a size that is no count, more devices than there are, several
+            processes, or devices along `model` that cannot share the model evenly.
 
     Example:
         >>> dict(make_mesh({"model": 1}, {"heads": 9, "kv_heads": 3, "mlp": 1536, "vocab": 49152}).shape)
         {'data': 1, 'model': 1, 'copies': 1}
     """
-    if unknown := [name for name in sizes if name not in SIZES]:
-        raise InputError(f"mesh axis {unknown[0]!r} is unknown: the axes are {' and '.join(SIZES)}.")
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes.values()):
-        raise InputError(f"mesh {dict(sizes)!r} does not say how many devices: give a number for data, model or both.")
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise InputError(f"mesh is {sizes!r}, expected devices by axis, such as {{'data': 2, 'model': 4}}.")
+    if unknown := [name for name in sizes if name not in AXES]:
+        raise InputError(f"mesh axis {unknown[0]!r} is unknown: the axes are {' and '.join(AXES)}.")
+    if wrong := [size for size in sizes.values() if not _is_count(size)]:
+        raise InputError(f"mesh {dict(sizes)!r}: {wrong[0]!r} is not a number of devices of 1 or more.")
+    sizes = {axis: int(size) for axis, size in sizes.items()}
     name, wanted = describe(sizes), math.prod(sizes.values())
     devices = jax.devices() if devices is None else devices
+    if jax.process_count() > 1:
+        raise InputError(f"mesh {name}: several processes cannot share a model yet. Start one.")
     if wanted > len(devices):
+        pretend = " On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 pretends to have 8."
         raise InputError(
-            f"mesh {name} needs {wanted} devices, and this process has {len(devices)} ({devices[0].platform}). To try "
-            f"it on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
+            f"mesh {name} needs {wanted} devices, and there are {len(devices)} ({devices[0].platform}). Use fewer."
+            f"{pretend if devices[0].platform == 'cpu' else ''}"
         )
-    data, model = (sizes.get(axis, 1) for axis in SIZES)
+    data, model = (sizes.get(axis, 1) for axis in AXES)
     if (uneven := _uneven(counts, model)) is not None:
         fitting = [str(number) for number in range(1, counts["heads"] + 1) if _uneven(counts, number) is None]
         raise InputError(
@@ -71,7 +77,18 @@ def make_mesh(sizes: Mapping[str, int], counts: Mapping[str, int], devices: Sequ
             f"devices. For it, model can be {', '.join(fitting[:-1])}{' or ' * (len(fitting) > 1)}{fitting[-1]}."
         )
     copies = max(model // counts["kv_heads"], 1)
-    return auto_mesh({"data": data, "model": model // copies, "copies": copies}, devices[:wanted])
+    return auto_mesh({"data": data, "model": model // copies, "copies": copies}, devices)
+
+
+def _is_count(size: object) -> bool:
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 1)
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh from `make_mesh` that shares these parameters; None: they are on one device, or nowhere."""
+    placed = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    named = isinstance(placed, NamedSharding) and set(placed.mesh.axis_names) == {*AXES, "copies"}
+    return placed.mesh if named else None
 
 
 def _uneven(counts: Mapping[str, int], model: int) -> str | None:
@@ -80,8 +97,8 @@ def _uneven(counts: Mapping[str, int], model: int) -> str | None:
     Several devices can hold the same K/V head, but none parts of two. A vocabulary that cannot be cut evenly (many have
     an odd number of tokens) is whole on every device.
     """
-    fits = {"kv_heads": model % counts["kv_heads"] == 0, "vocab": True}
-    return next((axis for axis, count in counts.items() if count % model and not fits.get(axis)), None)
+    parts = {"heads": model, "kv_heads": 1 if model % counts["kv_heads"] == 0 else model, "mlp": model}
+    return next((axis for axis, number in parts.items() if counts[axis] % number), None)
 
 
 def describe(sizes: Mapping[str, int]) -> str:
@@ -99,8 +116,8 @@ def check_rows(mesh: Mesh | None, rows: int) -> None:
     if mesh is not None and rows % mesh.shape["data"]:
         parts = mesh.shape["data"]
         raise InputError(
-            f"mesh {describe(mesh.shape)}: {rows} row{'s' * (rows > 1)} cannot be shared evenly by {parts} devices. "
-            f"Give a multiple of {parts} prompts, or use fewer devices along data and more along model."
+            f"mesh {describe(mesh.shape)}: a batch of {rows} cannot be shared evenly by {parts} devices. Give a "
+            f"multiple of {parts} rows, or use fewer devices along data and more along model."
         )
 
 
@@ -115,13 +132,13 @@ def spec(mesh: Mesh | AbstractMesh, axes: Axes, counts: Sequence[int]) -> Partit
     cuts = []
     for axis, count in zip(axes, counts, strict=False):
         over = RULES.get(axis, ())
-        known = bool(over) and set(over) <= mesh.shape.keys()
+        known = bool(over) and set(over) <= mesh.shape.keys()  # someone else's mesh has other axes
         cuts.append(over if known and count % math.prod(mesh.shape[name] for name in over) == 0 else None)
     return PartitionSpec(*cuts)
 
 
-def sharding(mesh: Mesh | None, axes: Axes, counts: Sequence[int]) -> NamedSharding | None:
-    """The same with its mesh; None: there is none."""
+def named_sharding(mesh: Mesh | None, axes: Axes, counts: Sequence[int]) -> NamedSharding | None:
+    """How an array with these logical axes is cut (see `spec`), and over which devices; None: there is no mesh."""
     return None if mesh is None else NamedSharding(mesh, spec(mesh, axes, counts))
 
 
@@ -133,7 +150,7 @@ def parameter_shardings(params: nnx.State, mesh: Mesh, counts: Mapping[str, int]
 
     def of(variable: nnx.Variable) -> nnx.Variable:
         sizes = [counts.get(axis, size) for axis, size in zip(variable.axes, variable.shape, strict=True)]
-        return variable.replace(sharding(mesh, variable.axes, sizes))
+        return variable.replace(named_sharding(mesh, variable.axes, sizes))
 
     return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
@@ -150,7 +167,7 @@ def place(tree: Any, axes: Any, mesh: Mesh | None) -> Any:
         return jax.tree.map(jnp.asarray, tree)
 
     def put(axes: PartitionSpec, branch: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding(mesh, axes, np.shape(leaf))), branch)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, named_sharding(mesh, axes, np.shape(leaf))), branch)
 
     return jax.tree.map(put, axes, tree)
 

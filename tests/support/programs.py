@@ -21,7 +21,7 @@ from tide_jax.decode.plan import Plan, Rounds
 from tide_jax.decode.state import SLACK, logical_axes, new_rounds, new_state
 from tide_jax.exits import Deferred, ExitHead, Projection, Router, RouterScorer
 from tide_jax.models import Decoder, DecoderConfig
-from tide_jax.sharding import make_mesh, parameter_shardings, sharding
+from tide_jax.sharding import make_mesh, named_sharding, parameter_shardings
 
 PROMPT = 32  # columns of a prefill
 DONATED = 2  # the state, among the arguments of every program
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     def compile_for_mesh(self, target: str, sizes: Mapping[str, int]):
         """Compiled for a mesh of chips of `target`, or of devices of this process; cut as the engine cuts."""
         chips = topologies.devices(target, math.prod(sizes.values()))
-        mesh = make_mesh(sizes, self.config.counts, chips)
+        mesh = make_mesh(sizes, self.config.axis_counts, chips)
         params, heads, state, *rest = self.args
 
         def cut(tree, shardings):
@@ -57,13 +57,13 @@ class Program(NamedTuple):
             return jax.tree.map(as_cut, tree, shardings)
 
         def by_axes(tree, axes):
-            return cut(tree, jax.tree.map(lambda leaf, axes: sharding(mesh, axes, leaf.shape), tree, axes))
+            return cut(tree, jax.tree.map(lambda leaf, axes: named_sharding(mesh, axes, leaf.shape), tree, axes))
 
         def alike(tree, *axes):
             return by_axes(tree, jax.tree.map(lambda _: PartitionSpec(*axes), tree))
 
         args = (
-            cut(params, parameter_shardings(params, mesh, self.config.counts)),
+            cut(params, parameter_shardings(params, mesh, self.config.axis_counts)),
             alike(heads),
             by_axes(state, logical_axes(state)),
             *(alike(leaf, "batch") for leaf in rest),

@@ -1,5 +1,6 @@
 """Arguments that several verbs share, and their meaning."""
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -57,8 +58,8 @@ MeshSizes = Annotated[
     str | None,
     arg(
         metavar="data=N,model=N",
-        help="Devices that share the work: along data the prompts, along model the heads, feed-forward layers and "
-        "vocabulary. None: one device.",
+        help="Devices that share the work: along model the heads, feed-forward layers and vocabulary; along data the "
+        "rows of a batch (of which there is one where prompts run one by one). None: one device.",
     ),
 ]
 Raw = Annotated[bool, arg(help="Take prompts as raw text; otherwise the model's chat template is applied, if any.")]
@@ -155,8 +156,8 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
     if text is None:
         return None
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    if len(dict(pairs)) != len(pairs) or not all(value.isdecimal() for _, value in pairs):
-        raise InputError(f"--mesh {text!r} is not a mesh. Write data=2, model=4 or data=2,model=4.")
+    if len(dict(pairs)) != len(pairs) or not re.fullmatch(r"([a-z]+=[0-9]{1,6})(,[a-z]+=[0-9]{1,6})*", text):
+        raise InputError(f"--mesh {text[:40]!r} is not a mesh. Write data=2, model=4 or data=2,model=4.")
     return {name: int(value) for name, value in pairs}
 
 

@@ -29,7 +29,9 @@ class Warmup:
     """
 
     model: Directory
-    batches: Annotated[str, arg(metavar="N,N,…", help="Batch sizes to measure at.")] = "1,8"
+    batches: Annotated[
+        str | None, arg(metavar="N,N,…", help="Batch sizes to measure at. None: 1,8, or multiples of data in --mesh.")
+    ] = None
     dtype: Dtype = "auto"
     mesh: MeshSizes = None
     json: Json = False
@@ -37,7 +39,7 @@ class Warmup:
     def run(self) -> None:
         """Measure, store, and print."""
         try:
-            batches = [int(batch) for batch in self.batches.split(",")]
+            batches = self.batches and [int(batch) for batch in self.batches.split(",")]
         except ValueError as error:
             raise InputError(f"--batches {self.batches!r} is not a list of batch sizes. Write 1,8.") from error
         model = load_model(self.model, self.dtype, exits=False, mesh=self.mesh)

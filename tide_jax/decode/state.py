@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
 from tide_jax.exits.remainders import WIDEST, WIDTHS
 from tide_jax.models import KV, DecoderConfig
-from tide_jax.sharding import place, sharding
+from tide_jax.sharding import named_sharding, place
 
 SLACK = 2 * WIDEST  # slots past a row's last token, where masked columns may write: as many again after those skipped
 CACHE_AXES = P("batch", "kv_heads")
@@ -182,8 +182,8 @@ def new_state(
 ) -> DecodeState:
     """An empty-cache state for rows whose `tokens` are known; cache slots are a power of two (≥ 256).
 
-    Everything but the caches is made on the host, so that a new batch costs no compilation. On a mesh the caches are
-    made in their shares; all else is placed when it is used.
+    Everything but caches and recorded states is made on the host, so that a new batch costs no compilation. On a mesh
+    these are made in their shares; all else is placed when it is used.
     """
     batch = len(tokens)
     given = np.array([len(row) for row in tokens], np.int32)
@@ -198,7 +198,8 @@ def new_state(
     # The prompt enters the key, so that rows of one batch with one seed do not share their noise.
     prompts = [zlib.crc32(np.asarray(row, np.int32)) for row in tokens]
     keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), of) for seed, of in zip(seeds, prompts, strict=True)])
-    zeros = functools.partial(jnp.zeros, empty, dtype, device=sharding(mesh, CACHE_AXES, empty))
+    zeros = functools.partial(jnp.zeros, empty, dtype, device=named_sharding(mesh, CACHE_AXES, empty))
+    kept = (batch, slots, config.hidden_size)
     return DecodeState(
         caches=tuple(KV(zeros(), zeros()) for _ in range(config.num_layers)),
         slots=jnp.full((batch, slots), -1, jnp.int32),
@@ -209,7 +210,7 @@ def new_state(
         tokens=jnp.asarray(padded),
         choices=jnp.zeros((batch, slots), jnp.int32),
         depths=jnp.zeros((batch, slots), jnp.int32),
-        states=jnp.zeros((batch, slots, config.hidden_size), dtype) if record_states else None,
+        states=jnp.zeros(kept, dtype, device=named_sharding(mesh, P("batch"), kept)) if record_states else None,
         keys=keys,
         temperature=jnp.asarray(temperature, jnp.float32),
         stops=jnp.asarray(ends),

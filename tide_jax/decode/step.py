@@ -188,7 +188,7 @@ def _write(
     """
     slot = state.length
 
-    def place(target: jax.Array, update: jax.Array, slot: jax.Array, axis: int) -> jax.Array:
+    def put(target: jax.Array, update: jax.Array, slot: jax.Array, axis: int) -> jax.Array:
         return jax.vmap(lambda t, u, s: jax.lax.dynamic_update_slice_in_dim(t, u, s, axis=axis))(target, update, slot)
 
     caches = []
@@ -201,13 +201,13 @@ def _write(
         if skips:
             into = slot + skips[layer]
             new = _after(new, skips[layer])
-        written = (place(*pair, into, 1) for pair in zip(cache, new, strict=True))
+        written = (put(*pair, into, 1) for pair in zip(cache, new, strict=True))
         # Where there is one row, XLA would choose a layout for the update or the product, and copy into it and back.
         caches.append(KV(*(on_each(in_default_layout, part, *CACHE_AXES) for part in written)))
     state = dataclasses.replace(
         state,
         caches=tuple(caches),
-        slots=place(state.slots, jnp.where(valid, positions, -1), slot, 0),
+        slots=put(state.slots, jnp.where(valid, positions, -1), slot, 0),
         length=state.length + valid.sum(axis=1, dtype=jnp.int32),
     )
     return state, stored

@@ -45,7 +45,6 @@ def passes(graphdef, params, state: DecodeState, tokens, speaks, count):
 
 def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> StepTimes:
     """Step times at one batch size: medians over interleaved rounds of `count` passes each."""
-    check_rows(model.mesh, batch)
     ids = np.arange(CONTEXT) % model.config.vocab_size
     programs, seconds = {}, {}
     speaking = {speaks: place(np.bool_(speaks), P(), model.mesh) for speaks in (True, False)}
@@ -93,13 +92,14 @@ def measure(model: Model, batch: int, *, rounds: int = 7, count: int = 8) -> Ste
 
 
 def warmup(
-    model: Model, *, batches: int | Sequence[int] = (1, 8), progress: Callable = iter, save: bool = True
+    model: Model, *, batches: int | Sequence[int] | None = None, progress: Callable = iter, save: bool = True
 ) -> dict[int, StepTimes]:
     """Measure what passes of 1, 4 and 8 columns cost, for `Verify("auto")`, and keep it beside the model.
 
     Args:
         model: a loaded model.
-        batches: batch sizes to measure at; between them times are interpolated.
+        batches: batch sizes to measure at; between them times are interpolated. None: 1 and 8, or on a mesh the
+            smallest batches from there on that it shares evenly.
         progress: called with the list of batch sizes; returns them behind a progress bar.
         save: write `step_times.json` into the model's directory.
 
@@ -107,18 +107,22 @@ def warmup(
         Step times by batch size.
 
     Raises:
-        InputError: a batch size that is none, or a model made in memory with `save`.
+        InputError: a batch size that is none or that the model's mesh does not share evenly, or a model made in memory
+            with `save`.
 
     Example:
         >>> times = tide.warmup(tide.load("demo_out/smollm2"))
         >>> sorted(times)
         [1, 8]
     """
-    batches = np.atleast_1d(np.asarray(batches))
+    rows = 1 if model.mesh is None else model.mesh.shape["data"]
+    batches = np.atleast_1d(np.asarray([-(-size // rows) * rows for size in (1, 8)] if batches is None else batches))
     if not batches.size or not np.issubdtype(batches.dtype, np.integer) or batches.min() < 1:
         raise InputError(f"batches {batches.tolist()!r}: give batch sizes of 1 or more.")
     if save and model.path is None:
         raise InputError("this model was made in memory: there is no directory to keep step times in. Use save=False.")
+    for batch in batches:
+        check_rows(model.mesh, int(batch))
     tables = {batch: measure(model, batch) for batch in progress(list(dict.fromkeys(batches.tolist())))}
     release_free_memory()
     if save:

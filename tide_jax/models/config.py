@@ -64,7 +64,7 @@ class DecoderConfig:
     mlp_bias: bool = False
 
     @property
-    def counts(self) -> dict[str, int]:
+    def axis_counts(self) -> dict[str, int]:
         """What there is along each logical axis that can be shared by devices (`tide_jax.sharding`)."""
         return {
             "heads": self.num_heads,
