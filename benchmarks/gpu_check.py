@@ -898,25 +898,29 @@ STEPS = (8, 40)  # decode steps between which the clock is read
 
 def shape_of(name: str, tiny: bool):
     """The config of a model, and its exit points."""
-    from tide_jax.models import DecoderConfig, RopeConfig
+    from tide_jax.models import DecoderConfig, LayerKind, RopeConfig
 
     if tiny:
         config = DecoderConfig(
             family="llama", vocab_size=97, hidden_size=24, ffn_size=40, num_layers=6, num_heads=6, num_kv_heads=2,
-            head_dim=8, norm_eps=1e-5, rope=RopeConfig(), max_positions=1024, tied_head=name == "smollm2",
+            head_dim=8, norm_eps=1e-5, kinds=(LayerKind(rope=RopeConfig()),),
+            max_positions=1024, tied_head=name == "smollm2",
         )  # fmt: skip
         return config, (2, 4)
     if name == "smollm2":
         config = DecoderConfig(
             family="llama", vocab_size=49152, hidden_size=576, ffn_size=1536, num_layers=30, num_heads=9,
-            num_kv_heads=3, head_dim=64, norm_eps=1e-5, rope=RopeConfig(theta=100_000.0), max_positions=8192,
+            num_kv_heads=3, head_dim=64, norm_eps=1e-5, kinds=(LayerKind(rope=RopeConfig(theta=100_000.0)),),
+            max_positions=8192,
             tied_head=True,
         )  # fmt: skip
     else:
         config = DecoderConfig(
             family="llama", vocab_size=128256, hidden_size=4096, ffn_size=14336, num_layers=32, num_heads=32,
             num_kv_heads=8, head_dim=128, norm_eps=1e-5, max_positions=131072, tied_head=False,
-            rope=RopeConfig(theta=500_000.0, kind="llama3", factor=8.0, original_max_positions=8192),
+            kinds=(
+                LayerKind(rope=RopeConfig(theta=500_000.0, kind="llama3", factor=8.0, original_max_positions=8192)),
+            ),
         )  # fmt: skip
     return config, (8, 16, 24)
 

@@ -14,7 +14,7 @@ from calib.collect import States, collect, split
 from calib.labels import Label, degenerate, labels
 from calib.projections import ridge
 from calib.report import render
-from calib.routers import scores, train_routers
+from calib.routers import RouterInput, scores, train_routers
 from calib.texts import Text
 from calib.thresholds import choose, curve
 from tide_jax.decode import Yardstick
@@ -155,7 +155,7 @@ def calibrate(
             "degenerate": degenerate(good_second[-1]),
         })  # fmt: skip
 
-    scale = np.asarray(nnx.merge(model.graphdef, model.params).final_norm.scale[...], np.float32)
+    norm = RouterInput.of(nnx.merge(model.graphdef, model.params).final_norm)
     trained_on = np.unique(second.document)
     if len(trained_on) < 2:
         raise InputError(
@@ -164,13 +164,13 @@ def calibrate(
         )
     held_out = np.isin(second.document, trained_on[::6])
     trained, losses = train_routers(
-        second.x, scale, np.stack(good_second), held_out, seed=seed, progress=_bar("training routers", 10)
+        second.x, norm, np.stack(good_second), held_out, seed=seed, progress=_bar("training routers", 10)
     )
     by_depth, good = {}, {}
     for index, (depth, row) in enumerate(zip(depths, rows, strict=True)):
         heads[depth] = ExitHead(trained[index], projections[index])
         row["router_loss"] = losses[index]
-        values = scores(trained[index], scale, third.x[index])
+        values = scores(trained[index], norm, third.x[index])
         row["curve"] = curve(values, good_third[index])
         if not row["degenerate"]:
             by_depth[depth], good[depth] = values, good_third[index]

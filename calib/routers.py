@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,44 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from tide_jax.exits import Router
+from tide_jax.models.blocks import Normalization
 
 BOTTLENECK = 128  # TIDE, arXiv 2603.21365
 _BATCH = 256
 
 
+class RouterInput(NamedTuple):
+    """What makes the state a router sees at run time, the normed one, of a unit-RMS state.
+
+    Attributes:
+        scale: of the final norm, 1 included where the norm adds it.
+        bias: of the final norm; 0 where it has none.
+        centred: the norm takes the mean away first (LayerNorm).
+    """
+
+    scale: Float[Array | np.ndarray, " embed"]
+    bias: Float[Array | np.ndarray, " embed"]
+    centred: bool | Bool[Array, ""]
+
+    @classmethod
+    def of(cls, norm: Normalization) -> "RouterInput":
+        """That of a final norm."""
+        scale, bias = norm.parameters()
+        kind = norm.norm.kind
+        bias = jnp.zeros_like(scale) if bias is None else bias
+        return cls(np.asarray(1 + scale if kind == "rms_one_plus" else scale), np.asarray(bias), kind == "layer")
+
+    def __call__(self, x: Float[Array | np.ndarray, "*rows embed"]) -> Float[Array, "*rows embed"]:
+        """The normed states, float32."""
+        x = jnp.asarray(x, jnp.float32)
+        apart = x - x.mean(axis=-1, keepdims=True)
+        apart = apart * jax.lax.rsqrt(jnp.mean(jnp.square(apart), axis=-1, keepdims=True) + 1e-12)
+        return jnp.where(self.centred, apart, x) * self.scale + self.bias
+
+
 def train_routers(
     x: Float[np.ndarray, "depths tokens embed"],
-    scale: Float[np.ndarray, " embed"],
+    norm: RouterInput,
     label: Bool[np.ndarray, "depths tokens"],
     held_out: Bool[np.ndarray, " tokens"],
     *,
@@ -31,7 +62,7 @@ def train_routers(
 
     Args:
         x: unit-RMS states.
-        scale: the final norm's scale: with it the router sees what it will see at run time, the normed state.
+        norm: makes of them what the router sees at run time.
         label: what to predict.
         held_out: tokens that choose the epoch and train nothing.
         seed: of initial weights and batch order.
@@ -55,25 +86,24 @@ def train_routers(
     schedule = optax.cosine_decay_schedule(learning_rate, epochs * batches)
     optimizer = optax.adamw(schedule, weight_decay=weight_decay)
     state = optimizer.init(params)
-    x, label, scale = jnp.asarray(x), jnp.asarray(label), jnp.asarray(scale, jnp.float32)
+    x, label, norm = jnp.asarray(x), jnp.asarray(label), jax.tree.map(jnp.asarray, norm)
     epoch = jax.jit(functools.partial(_epoch, optimizer), donate_argnums=(0, 1))
     losses = jax.jit(_losses)
     rng = np.random.default_rng(seed)
     best, best_loss = jax.tree.map(jnp.copy, params), np.full(depths, np.inf)
     for _ in progress(range(epochs)):
         order = rng.permutation(inside)[: batches * size].reshape(batches, size)
-        params, state = epoch(params, state, x, scale, label, jnp.asarray(order))
-        loss = np.asarray(losses(params, x[:, outside], scale, label[:, outside]))
+        params, state = epoch(params, state, x, norm, label, jnp.asarray(order))
+        loss = np.asarray(losses(params, x[:, outside], norm, label[:, outside]))
         best = _where(jnp.asarray(loss < best_loss), params, best)
         best_loss = np.minimum(loss, best_loss)
     best = jax.tree.map(np.asarray, best)
     return [Router(best.down[i], best.up[i]) for i in range(depths)], best_loss.tolist()
 
 
-def scores(router: Router, scale: Float[np.ndarray, " embed"], x: Float[np.ndarray, "tokens embed"]) -> np.ndarray:
+def scores(router: Router, norm: RouterInput, x: Float[np.ndarray, "tokens embed"]) -> np.ndarray:
     """The router's probabilities of unit-RMS states, float32 [tokens]."""
-    normed = x.astype(np.float32) * scale
-    hidden = normed @ router.down
+    hidden = np.asarray(norm(x)) @ router.down
     return 1 / (1 + np.exp(-((hidden / (1 + np.exp(-hidden))) @ router.up)))
 
 
@@ -85,11 +115,10 @@ def _where(chosen: Bool[Array, " depths"], new: Router, old: Router) -> Router:
 def _losses(
     params: Router,
     x: Float[Array, "depths tokens embed"],
-    scale: Float[Array, " embed"],
+    norm: RouterInput,
     label: Bool[Array, "depths tokens"],
 ) -> Float[Array, " depths"]:
-    normed = x.astype(jnp.float32) * scale
-    hidden = jax.nn.silu(jnp.einsum("ntd,ndr->ntr", normed, params.down))
+    hidden = jax.nn.silu(jnp.einsum("ntd,ndr->ntr", norm(x), params.down))
     logits = jnp.einsum("ntr,nr->nt", hidden, params.up)
     return optax.sigmoid_binary_cross_entropy(logits, label.astype(jnp.float32)).mean(axis=1)
 
@@ -99,13 +128,13 @@ def _epoch(
     params: Router,
     state: optax.OptState,
     x: Float[Array, "depths tokens embed"],
-    scale: Float[Array, " embed"],
+    norm: RouterInput,
     label: Bool[Array, "depths tokens"],
     order: Int[Array, "batches size"],
 ) -> tuple[Router, optax.OptState]:
     def one(carry, chosen):
         params, state = carry
-        loss = lambda p: _losses(p, x[:, chosen], scale, label[:, chosen]).sum()  # noqa: E731
+        loss = lambda p: _losses(p, x[:, chosen], norm, label[:, chosen]).sum()  # noqa: E731
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return (optax.apply_updates(params, updates), state), None
 

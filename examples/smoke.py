@@ -14,7 +14,7 @@ from flax import nnx
 
 import tide_jax as tide
 from tide_jax.kernels import status
-from tide_jax.models import Decoder, DecoderConfig, RopeConfig
+from tide_jax.models import Decoder, DecoderConfig, LayerKind, RopeConfig
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         sys.exit("TIDE_REQUIRE_KERNELS=1, and the kernels are not available")
     config = DecoderConfig(
         family="llama", vocab_size=97, hidden_size=24, ffn_size=40, num_layers=6, num_heads=6, num_kv_heads=2,
-        head_dim=8, norm_eps=1e-5, rope=RopeConfig(), max_positions=128, tied_head=True,
+        head_dim=8, norm_eps=1e-5, kinds=(LayerKind(rope=RopeConfig()),), max_positions=128, tied_head=True,
     )  # fmt: skip
     model = tide.Model.from_decoder(Decoder(config, rngs=nnx.Rngs(0)))
     prompt = [[5, 6, 7]]

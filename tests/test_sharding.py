@@ -99,7 +99,7 @@ CUT = {
 
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"model": 8}, {"data": 2, "model": 4}, {"data": 8}])
 def test_every_device_holds_its_part_of_every_parameter(sizes):
-    model = tiny_model(**SIZES, tied_head=False, attention_bias=True, mlp_bias=True)
+    model = tiny_model(**SIZES, tied_head=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     shared = model.shared(sizes)
     parts = {1: 1, "all": sizes.get("model", 1), "heads": min(sizes.get("model", 1), 4)}
     seen = set()
@@ -115,7 +115,7 @@ def test_every_device_holds_its_part_of_every_parameter(sizes):
     assert seen == set(CUT)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_head": False, "attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("changes", [{}, {"tied_head": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True}])
 def test_every_parameter_names_its_axes(changes):
     _, params = skeleton(tiny_config(**changes), jnp.float32)
     for variable in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):

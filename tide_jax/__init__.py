@@ -2,12 +2,12 @@
 
 import importlib
 
-from tide_jax.convert import convert
+from tide_jax.convert import convert, export
 from tide_jax.errors import InputError
 
 __all__ = [
     "Deferred", "Engine", "FixedDepth", "InputError", "Model", "Never", "Ngram", "Output", "ProjectKV", "Report",
-    "RouterExit", "Sampling", "Verify", "Yardstick", "compare", "convert", "generate", "load", "warmup",
+    "RouterExit", "Sampling", "Verify", "Yardstick", "compare", "convert", "export", "generate", "load", "warmup",
 ]  # fmt: skip
 
 # Imported when first asked for, so that the command line answers --help without waiting for jax.

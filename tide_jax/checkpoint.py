@@ -6,6 +6,7 @@ Layout:
     DIR/weights/layer_000 …    one decoder layer each
     DIR/weights/final          final norm and, when untied, the LM head
     DIR/tokenizer/             tokenizer.json and its config
+    DIR/huggingface.json       the `config.json` it came with, for the way back
 """
 
 import contextlib
@@ -31,9 +32,10 @@ from tide_jax.models import Decoder, DecoderConfig
 from tide_jax.models.families import FAMILIES
 from tide_jax.sharding import parameter_shardings
 
-FORMAT = "tide-checkpoint-1"
+FORMAT = "tide-checkpoint-2"
 DTYPES = ("float32", "bfloat16", "float16")
 MANIFEST = "tide.json"
+ORIGIN = "huggingface.json"
 Tree = dict[Any, Any]
 
 
@@ -80,7 +82,8 @@ def part_trees(tree: Tree) -> dict[str, Tree]:
     """The pure parameter dict of a decoder cut into its parts."""
     layers = {part_name(index): layer for index, layer in tree["layers"].items()}
     final = {name: tree[name] for name in ("final_norm", "lm_head") if name in tree}
-    return {"embedding": {"embedding": tree["embedding"]}, **layers, "final": final}
+    tables = {name: tree[name] for name in ("embedding", "position_embedding") if name in tree}
+    return {"embedding": tables, **layers, "final": final}
 
 
 def joined(pieces: Mapping[str, Tree]) -> Tree:
@@ -160,6 +163,7 @@ def write(
     dtype: str,
     eos_ids: Sequence[int],
     source: Mapping[str, object],
+    origin: Mapping[str, object],
     tokenizer: Any,
     overwrite: bool,
 ) -> Manifest:
@@ -172,6 +176,7 @@ def write(
         dtype: parameter dtype of the pieces.
         eos_ids: ids that end a text.
         source: provenance.
+        origin: the Hugging Face config of the model.
         tokenizer: an object with `save(directory)`.
         overwrite: replace an existing directory.
 
@@ -192,6 +197,7 @@ def write(
                 save_tree(checkpointer, beside / "weights" / name, tree)
                 files[name] = _file_digest(beside / "weights" / name)
             tokenizer.save(beside / "tokenizer")
+            (beside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
             manifest = Manifest(
                 config=config, dtype=dtype, eos_ids=tuple(eos_ids), source=source, parts=arrays, files=files
             )
@@ -259,7 +265,7 @@ def _staging(target: Path) -> Iterator[Path]:
         if not ours:
             raise InputError(f"{target} is being written by another process just now ({beside}). Wait for it to end.")
         aside = _aside(target)
-        known = {"weights", "tokenizer", MANIFEST}
+        known = {"weights", "tokenizer", ORIGIN, MANIFEST}
         foreign = [beside / name for name in os.listdir(beside) if name not in known]
         if aside.exists() and not _is_converted(aside):
             foreign.append(aside)
@@ -380,9 +386,24 @@ def read_parameters(
         array = as_dtype(array, kind, path)
         return jax.device_put(array, places[path]) if places else jnp.asarray(array)
 
-    checkpointer = layer_checkpointer()
     kind = np.dtype(dtype).name
-    pieces = {}
+    pieces = {name: map_leaves(placed, tree, f"{name}.") for name, tree in read_parts(directory, manifest, wanted)}
+    nnx.replace_by_pure_dict(abstract, joined(pieces))
+    return graphdef, abstract
+
+
+def read_parts(directory: Path, manifest: Manifest, wanted: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
+    """Part by part, the tree of arrays as they are stored.
+
+    Args:
+        directory: what `write` made.
+        manifest: what its `tide.json` says.
+        wanted: for each part, the tree of abstract parameters.
+
+    Raises:
+        InputError: a part is missing or damaged.
+    """
+    checkpointer = layer_checkpointer()
     for name, expected in wanted.items():
         path = directory / "weights" / name
         if not path.is_dir():
@@ -399,6 +420,4 @@ def read_parameters(
             raise InputError(
                 f"{path} does not fit the config in {MANIFEST}: it holds {shapes}. Convert the model again."
             )
-        pieces[name] = map_leaves(placed, tree, f"{name}.")
-    nnx.replace_by_pure_dict(abstract, joined(pieces))
-    return graphdef, abstract
+        yield name, tree

@@ -2,6 +2,8 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from calib.collect import split
 from calib.labels import cosine, degenerate
 from calib.projections import ridge
-from calib.routers import scores, train_routers
+from calib.routers import RouterInput, scores, train_routers
 from calib.thresholds import choose, curve, simulate
 from tide_jax import InputError
 from tide_jax.exits import Router
@@ -53,29 +55,48 @@ def test_cosine_and_degenerate_labels():
     assert not degenerate(np.arange(1000) < 20) and not degenerate(np.ones(1000, bool))
 
 
+PLAIN = RouterInput(np.ones(12, np.float32), np.zeros(12, np.float32), False)
+
+
 def test_routers_learn_a_separable_rule_and_keep_the_best_epoch():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(2, 4000, 12)).astype(np.float32)
     label = np.stack([x[0, :, 0] > 0.3, x[1, :, 1] + x[1, :, 2] > 0])
     held_out = np.arange(4000) % 5 == 0
-    routers, losses = train_routers(
-        x.astype(np.float16), np.ones(12, np.float32), label, held_out, seed=0, progress=iter, epochs=20
-    )
+    routers, losses = train_routers(x.astype(np.float16), PLAIN, label, held_out, seed=0, progress=iter, epochs=20)
     for depth in range(2):
-        predicted = scores(routers[depth], np.ones(12, np.float32), x[depth])
+        predicted = scores(routers[depth], PLAIN, x[depth])
         assert ((predicted > 0.5) == label[depth])[held_out].mean() > 0.9
         truth = label[depth, held_out]
         entropy = -np.log(np.where(truth, predicted[held_out], 1 - predicted[held_out])).mean()
         assert losses[depth] == pytest.approx(entropy, rel=2e-2)
 
 
-def test_scores_are_the_formula():
+@pytest.mark.parametrize("kind", ["rms", "rms_one_plus", "layer"])
+def test_scores_are_the_formula_on_what_the_final_norm_makes(kind):
+    from flax import nnx
+
+    from tide_jax.kernels import Norm
+    from tide_jax.models.blocks import Normalization
+
     rng = np.random.default_rng(2)
-    x, scale = rng.normal(size=(5, 3)), rng.normal(size=3)
+    norm = Normalization(3, Norm(kind=kind, eps=1e-9), dtype=np.float32)
+    for parameter in jax.tree.leaves(nnx.state(norm), is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
+        parameter.set_value(jnp.asarray(rng.normal(size=3), jnp.float32))
+    scale, bias = (np.asarray(norm.scale[...]), None if norm.bias is None else np.asarray(norm.bias[...]))
+    x = rng.normal(size=(5, 3))
+    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True))
+    if kind == "layer":
+        apart = x - x.mean(axis=1, keepdims=True)
+        normed = apart / np.sqrt((apart**2).mean(axis=1, keepdims=True)) * scale + bias
+    else:
+        normed = x * (scale + (kind == "rms_one_plus"))
     router = Router(down=rng.normal(size=(3, 4)).astype(np.float32), up=rng.normal(size=4).astype(np.float32))
-    hidden = (x * scale) @ router.down
+    hidden = normed @ router.down
     expected = 1 / (1 + np.exp(-(hidden / (1 + np.exp(-hidden)) @ router.up)))
-    np.testing.assert_allclose(scores(router, scale.astype(np.float32), x.astype(np.float32)), expected, rtol=1e-4)
+    made = scores(router, RouterInput.of(norm), x.astype(np.float32))
+    np.testing.assert_allclose(made, expected, rtol=1e-4)
+    np.testing.assert_allclose(RouterInput.of(norm)(x.astype(np.float32)), norm(jnp.asarray(x, jnp.float32)), atol=1e-5)
 
 
 def test_simulate_leaves_at_the_first_point_that_fires():

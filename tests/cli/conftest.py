@@ -52,6 +52,7 @@ def tiny_dir(tmp_path_factory) -> Path:
         dtype="float32",
         eos_ids=tokenizer.eos_ids,
         source={"kind": "test"},
+        origin={},
         tokenizer=tokenizer,
         overwrite=False,
     )

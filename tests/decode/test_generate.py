@@ -85,7 +85,7 @@ def test_fixed_depth_equals_the_formulas(model, projections, depth):
 
 
 def test_untied_biased_model_equals_the_formulas():
-    model = with_heads(tiny_model(5, tied_head=False, attention_bias=True), 2, 4)
+    model = with_heads(tiny_model(5, tied_head=False, qkv_bias=True, o_bias=True), 2, 4)
     tokens, _, states = recorded(model, tide.FixedDepth(4), prompts=PROMPTS[:1])
     reference = Reference(model)
     wanted = [reference.prefill(PROMPTS[0]), *(reference.feed(int(token), 4) for token in tokens[0, :-1])]

@@ -24,7 +24,7 @@ def padded(rows, side, fill):
     return ids, mask
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_head": False, "attention_bias": True}, {"num_kv_heads": 6}])
+@pytest.mark.parametrize("changes", [{}, {"tied_head": False, "qkv_bias": True, "o_bias": True}, {"num_kv_heads": 6}])
 def test_logits_are_those_of_the_formulas(changes):
     model = tiny_model(3, **changes)
     ids = np.random.default_rng(0).integers(0, 97, 20)

@@ -11,7 +11,7 @@ import pytest
 
 import tide_jax
 from tide_jax.errors import InputError
-from tide_jax.models import DecoderConfig, RopeConfig
+from tide_jax.models import DecoderConfig, LayerKind, RopeConfig
 from tide_jax.models.families import FAMILIES
 from tide_jax.models.rope import inverse_frequencies
 
@@ -37,12 +37,12 @@ def read(**changes) -> DecoderConfig:
     return FAMILIES["llama"].config({key: value for key, value in (BASE | changes).items() if value is not ...})
 
 
-@pytest.mark.parametrize("config", [DecoderConfig, RopeConfig])
+@pytest.mark.parametrize("config", [DecoderConfig, LayerKind, RopeConfig])
 def test_every_field_is_read_somewhere(config):
     read = {
         node.attr
         for path in PACKAGE.rglob("*.py")
-        if path.name != "config.py" and "families" not in path.parts
+        if "families" not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
@@ -51,14 +51,16 @@ def test_every_field_is_read_somewhere(config):
 
 def test_a_family_is_a_reader_and_a_table_of_under_120_lines():
     for path in (PACKAGE / "models/families").glob("*.py"):
-        if path.name not in ("__init__.py", "family.py"):
+        if path.name not in ("__init__.py", "family.py", "reader.py", "rope.py"):
             assert len(path.read_text().splitlines()) < 120, path
 
 
 def test_defaults_and_values():
     plain = read()
     assert (plain.head_dim, plain.num_kv_heads, plain.norm_eps, plain.max_positions) == (6, 2, 1e-6, 2048)
-    assert plain.rope == RopeConfig() and not (plain.tied_head or plain.attention_bias or plain.mlp_bias)
+    assert plain.kinds == (LayerKind(rope=RopeConfig()),) and not (
+        plain.tied_head or plain.qkv_bias or plain.o_bias or plain.mlp_bias
+    )
     assert read(num_key_value_heads=None).num_kv_heads == 6
     assert read(head_dim=None).head_dim == 6 and read(head_dim=128).head_dim == 128
     full = read(
@@ -82,10 +84,11 @@ def test_defaults_and_values():
         num_kv_heads=2,
         head_dim=10,
         norm_eps=1e-5,
-        rope=RopeConfig(theta=5.0),
+        kinds=(LayerKind(rope=RopeConfig(theta=5.0)),),
         max_positions=77,
         tied_head=True,
-        attention_bias=True,
+        qkv_bias=True,
+        o_bias=True,
         mlp_bias=True,
     )
     assert DecoderConfig.from_json(json.loads(json.dumps(full.to_json()))) == full
@@ -95,9 +98,9 @@ def test_defaults_and_values():
     ("changes", "message"),
     [
         ({"residual_multiplier": 0.22}, r"does not know for llama models: residual_multiplier = 0\.22"),
-        ({"partial_rotary_factor": 0.5, "logit_scale": 2}, r"logit_scale = 2, partial_rotary_factor = 0\.5"),
+        ({"use_mrope": True, "logit_scale": 2}, r"logit_scale = 2, use_mrope = True"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map = "),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu' is not supported"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"rope_interleaved": True}, "rope_interleaved = True"),
@@ -109,8 +112,8 @@ def test_defaults_and_values():
         ({"hidden_size": 10**400}, "'hidden_size' is 1000"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
         ({"num_attention_heads": -6}, "'num_attention_heads' is -6"),
-        ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
-        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"num_key_value_heads": 4}, "6 attention heads are not a multiple of 4"),
+        ({"head_dim": 7}, "7 channels of a head of 7"),
         ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
         ({"rms_norm_eps": 10**400}, "'rms_norm_eps' is inf"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', expected bool"),
@@ -122,7 +125,7 @@ def test_defaults_and_values():
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_scaling of kind 'dynamic' is not supported",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "needs exactly .*original_max"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters of kind 'proportional'"),
         ({"rope_scaling": {"rope_type": ["x"]}}, "table of its own for 'rope_type'"),
         (
@@ -169,16 +172,19 @@ def test_what_cannot_be_honoured_is_refused_by_name(changes, message):
 
 
 def test_spellings_of_the_rotary_embedding():
-    old = read(rope_theta=500000, rope_scaling={"rope_type": "llama3", **LLAMA3}).rope
-    new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 500000, **LLAMA3}).rope
+    old = read(rope_theta=500000, rope_scaling={"rope_type": "llama3", **LLAMA3}).kinds[0].rope
+    new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 500000, **LLAMA3}).kinds[0].rope
     assert old == new == RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=8192)
-    assert read(rope_theta=5e5, rope_scaling=None).rope == read(rope_parameters={"rope_theta": 500000}).rope
-    assert read(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope == RopeConfig(theta=5e5)
+    assert read(rope_theta=5e5, rope_scaling=None).rope == read(rope_parameters={"rope_theta": 500000}).kinds[0].rope
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).kinds[0].rope == RopeConfig(theta=5e5)
     linear = RopeConfig(kind="linear", factor=2.0)
     for key in ({"type": "linear"}, {"rope_type": "linear"}, {"type": "linear", "rope_type": "linear"}):
-        assert read(rope_scaling={**key, "factor": 2}).rope == linear
+        assert read(rope_scaling={**key, "factor": 2}).kinds[0].rope == linear
     both = dict(rope_scaling={"type": "linear", "factor": 2}, rope_theta=1e4)
-    assert read(**both, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}).rope == linear
+    assert (
+        read(**both, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}).kinds[0].rope
+        == linear
+    )
 
 
 def test_inverse_frequencies():
@@ -214,7 +220,9 @@ def test_inverse_frequencies_are_those_of_transformers(kind):
     rope = {"rope_type": kind, "rope_theta": 123456.0, **numbers}
     sizes = dict(head_dim=64, max_position_embeddings=16384)
     theirs = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=rope, **sizes)).inv_freq.numpy()
-    np.testing.assert_allclose(inverse_frequencies(read(rope_parameters=rope, **sizes).rope, 64), theirs, rtol=1e-6)
+    np.testing.assert_allclose(
+        inverse_frequencies(read(rope_parameters=rope, **sizes).kinds[0].rope, 64), theirs, rtol=1e-6
+    )
 
 
 def test_values_of_any_type_are_refused_or_read():

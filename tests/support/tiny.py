@@ -12,7 +12,7 @@ import tide_jax as tide
 from tide_jax.decode import engine
 from tide_jax.exits import ExitHead, ExitHeads, Projection, Router
 from tide_jax.kernels import decide
-from tide_jax.models import Decoder, DecoderConfig, RopeConfig
+from tide_jax.models import Decoder, DecoderConfig, LayerKind, RopeConfig
 from tide_jax.models.decoder import DecoderLayer
 
 
@@ -20,7 +20,8 @@ def tiny_config(**changes) -> DecoderConfig:
     """Six layers with sizes that differ from each other, so that a swapped axis shows."""
     values = dict(
         family="llama", vocab_size=97, hidden_size=24, ffn_size=40, num_layers=6, num_heads=6, num_kv_heads=2,
-        head_dim=8, norm_eps=1e-5, rope=RopeConfig(theta=10_000.0), max_positions=512, tied_head=True,
+        head_dim=8, norm_eps=1e-5, kinds=(LayerKind(rope=RopeConfig(theta=10_000.0)),),
+        max_positions=512, tied_head=True,
     )  # fmt: skip
     return DecoderConfig(**{**values, **changes})
 
@@ -113,7 +114,7 @@ class Reference:
 
     def _rotate(self, heads, position):
         half = self.config.head_dim // 2
-        turn = np.exp(1j * position * self.config.rope.theta ** -(np.arange(half) / half))
+        turn = np.exp(1j * position * self.config.kinds[0].rope.theta ** -(np.arange(half) / half))
         turned = (heads[:, :half] + 1j * heads[:, half:]) * turn
         return np.concatenate([turned.real, turned.imag], axis=1)
 

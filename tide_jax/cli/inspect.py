@@ -119,14 +119,14 @@ def words(facts: dict[str, Any]) -> "Table":
     from rich.text import Text
 
     config, exits, token = facts["config"], facts["exits"], facts["per_token"]
-    rope = config["rope"]
-    biased = "".join(f"; {name}" for name in ("attention_bias", "mlp_bias") if config[name])
-    stretched = "" if rope["kind"] == "default" else f", {rope['kind']} × {rope['factor']:g}"
+    biases = [name for name in ("qkv_bias", "o_bias", "mlp_bias") if config[name]]
     rows = {
         "model": f"{config['family']}, {config['num_layers']} layers of width {config['hidden_size']}",
         "attention": f"{config['num_heads']} query heads, {config['num_kv_heads']} key/value heads of "
-        f"{config['head_dim']}; rotary base {rope['theta']:,.0f}{stretched}",
-        "feed-forward": f"gated, width {config['ffn_size']}{biased}",
+        f"{config['head_dim']}",
+        "positions": _positions(config),
+        "feed-forward": f"{'gated ' * config['gated']}{config['activation']}, width {config['ffn_size']}",
+        "also": "; ".join([*map(_flat, biases), *_switches(config)]) or "nothing special",
         "vocabulary": f"{config['vocab_size']:,} tokens; LM head "
         + ("tied to the embedding" if config["tied_head"] else "of its own"),
         "context": f"{config['max_positions']:,} tokens",
@@ -152,6 +152,35 @@ def words(facts: dict[str, Any]) -> "Table":
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
+
+
+def _positions(config: dict[str, Any]) -> str:
+    """Each kind of layer: how many there are, their rotary embedding and their window."""
+    if config["learned_positions"]:
+        return f"learned, {config['learned_positions'] - config['position_offset']:,}"
+    counts = [config["pattern"].count(index) for index in range(len(config["kinds"]))]
+    said = []
+    for kind, count in zip(config["kinds"], counts, strict=True):
+        rope = kind["rope"]
+        text = "none" if rope is None else f"rotary, base {rope['theta']:,.0f}"
+        if rope is not None and rope["share"] < 1:
+            text += f", {rope['share']:.0%} of each head"
+        if rope is not None and rope["kind"] != "default":
+            text += f", {rope['kind']}" + (f" × {rope['factor']:g}" if rope["factor"] > 1 else "")
+        if kind["window"] is not None:
+            text += f", window of {kind['window']:,} tokens"
+        said.append(text if len(counts) == 1 else f"{count} layers: {text}")
+    return "; ".join(said)
+
+
+def _switches(config: dict[str, Any]) -> list[str]:
+    """What a config has changed of the plain decoder."""
+    from tide_jax.models import DecoderConfig
+
+    plain = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+    names = ("norm", "norms", "residual", "qk_norm", "attention_scale", "attention_softcap", "embedding_scale",
+             "residual_scale", "logit_divisor", "logit_softcap")  # fmt: skip
+    return [f"{name} {config[name]}" for name in names if config[name] != plain[name]]
 
 
 def _exits(exits: dict[str, Any] | None) -> str:

@@ -17,6 +17,7 @@ from tide_jax.cli import output
 from tide_jax.cli.calibrate import Calibrate
 from tide_jax.cli.compare import Compare
 from tide_jax.cli.convert import Convert
+from tide_jax.cli.export import Export
 from tide_jax.cli.generate import Generate
 from tide_jax.cli.inspect import Inspect
 from tide_jax.cli.warmup import Warmup
@@ -29,6 +30,7 @@ VERBS = {
     "generate": Generate,
     "compare": Compare,
     "warmup": Warmup,
+    "export": Export,
 }
 ABOUT = """Early-exit decoding for language models in JAX, measured against the full model.
 

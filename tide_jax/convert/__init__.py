@@ -1,12 +1,12 @@
-"""From a Hugging Face directory or a GGUF file to a converted directory."""
+"""From a Hugging Face directory or a GGUF file to a converted directory, and back."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tide_jax.checkpoint import Manifest
 
-__all__ = ["convert"]
+__all__ = ["convert", "export"]
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> "Manifest":
@@ -28,3 +28,28 @@ def convert(source: str | Path, target: str | Path, *, dtype: str | None = None,
     from tide_jax.convert.conversion import convert_checkpoint
 
     return convert_checkpoint(Path(source), Path(target), dtype=dtype, overwrite=overwrite)
+
+
+def export(source: str | Path, target: str | Path) -> dict[str, Any]:
+    """Write a converted directory as a Hugging Face directory that `transformers` loads.
+
+    The tensors are those of the checkpoint that was converted, bit for bit where their dtype was kept; of a model that
+    also sees, the text part.
+
+    Args:
+        source: what `convert` made.
+        target: the directory to make; it appears under its name only when it is whole.
+
+    Returns:
+        What was written: path, family, dtype, files, tensors.
+
+    Raises:
+        InputError: not a converted model, damaged, or the target exists.
+
+    Example:
+        >>> tide.export("smollm2", "smollm2-hf")["files"]
+        ['model.safetensors']
+    """
+    from tide_jax.convert.exporting import export_checkpoint
+
+    return export_checkpoint(Path(source), Path(target))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -13,39 +13,87 @@ from tide_jax.checkpoint import (
     Tree,
     as_dtype,
     check_target,
-    flat,
     map_leaves,
-    part_name,
     part_trees,
     skeleton,
     write,
 )
 from tide_jax.convert.gguf import GGUFFile
 from tide_jax.convert.huggingface import HuggingFaceDirectory
+from tide_jax.convert.matching import Placed, embedding_name, head_name, match, placements
 from tide_jax.convert.source import Source
 from tide_jax.errors import InputError
 from tide_jax.models import DecoderConfig
-from tide_jax.models.families import FAMILIES, Family, Weight
+from tide_jax.models.families import TYPES, Family
 from tide_jax.progress import track
+from tide_jax.tokenizer import Tokenizer
 
 
 def convert_checkpoint(source: Path, target: Path, *, dtype: str | None, overwrite: bool) -> Manifest:
     """See `tide_jax.convert.convert`."""
     check_target(target, overwrite=overwrite)
+    plan = make_plan(source, dtype=dtype)
+    pieces = _pieces(plan)
+    return write(
+        target,
+        plan.config,
+        track(pieces, total=len(plan.wanted), description=f"converting {source.name}"),
+        dtype=plan.dtype,
+        eos_ids=plan.eos_ids,
+        source=plan.origin.provenance,
+        origin=plan.text,
+        tokenizer=plan.tokenizer,
+        overwrite=overwrite,
+    )
+
+
+class Plan(NamedTuple):
+    """All that is known before a weight is read.
+
+    Attributes:
+        origin: where tensors are read.
+        family: whose table is used.
+        text: what of `config.json` describes the decoder.
+        config: the same as the decoder's own config.
+        wanted: for each part, the tree of abstract parameters.
+        placed: every tensor of the model by its name in the table.
+        found: the name that the source gives to each.
+        dtype: of the parameters that are written.
+        tokenizer: of the source.
+        eos_ids: ids that end a text.
+    """
+
+    origin: Source
+    family: Family
+    text: Mapping[str, Any]
+    config: DecoderConfig
+    wanted: Mapping[str, Tree]
+    placed: Mapping[str, Placed]
+    found: Mapping[str, str]
+    dtype: str
+    tokenizer: Tokenizer
+    eos_ids: list[int]
+
+
+def make_plan(source: Path, *, dtype: str | None) -> Plan:
+    """What converting this source would do.
+
+    Raises:
+        InputError: whatever cannot be honoured.
+    """
     origin = open_source(source)
     if dtype not in (None, *DTYPES):
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
-    kind = origin.config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise InputError(f"{source}: model_type {kind!r} is not supported (supported: {', '.join(sorted(FAMILIES))}).")
-    family = FAMILIES[kind]
-    config = family.config(origin.config)
+    family = family_of(origin.config, source)
+    text = family.text(origin.config)
+    config = family.config(text)
     _check_sizes(config, origin)
     wanted = part_trees(nnx.to_pure_dict(skeleton(config, "float32")[1]))
-    names = match_weights(family, origin.shapes, wanted, tied=config.tied_head)
+    placed = placements(family, config, wanted)
+    found = match(family, config, origin.shapes, placed)
     if config.tied_head:
         _check_redundant_head(origin, family)
-    kinds = {origin.dtypes[name] for part in names.values() for name in part.values()}
+    kinds = {origin.dtypes[name] for name in found.values()}
     if strange := kinds - set(DTYPES):
         raise InputError(
             f"{source}: parameters are stored as {', '.join(sorted(strange))}; use the f32, bf16 or f16 original."
@@ -60,17 +108,34 @@ def convert_checkpoint(source: Path, target: Path, *, dtype: str | None, overwri
         )
     # An id beyond the embedding can never be chosen, so it ends nothing.
     eos_ids = [token for token in origin.eos_ids(tokenizer) if 0 <= token < config.vocab_size]
-    pieces = _pieces(origin, family, names, wanted, stored)
-    return write(
-        target,
-        config,
-        track(pieces, total=len(wanted), description=f"converting {source.name}"),
-        dtype=stored,
-        eos_ids=eos_ids,
-        source=origin.provenance,
-        tokenizer=tokenizer,
-        overwrite=overwrite,
-    )
+    return Plan(origin, family, text, config, wanted, placed, found, stored, tokenizer, eos_ids)
+
+
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "ffn_config",
+    "num_experts_per_tok",
+)
+
+
+def family_of(config: Mapping[str, Any], source: Path) -> Family:
+    """The family that a `config.json` names.
+
+    Raises:
+        InputError: none, one that is not supported, or a mixture of experts.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in TYPES:
+        return TYPES[kind]
+    if experts := [key for key in _EXPERTS if config.get(key)]:
+        raise InputError(
+            f"{source}: model_type {kind!r} is a mixture of experts ({experts[0]} = {config[experts[0]]!r}), which is "
+            f"not supported yet. Supported are dense models: {', '.join(sorted(TYPES))}."
+        )
+    raise InputError(f"{source}: model_type {kind!r} is not supported (supported: {', '.join(sorted(TYPES))}).")
 
 
 def open_source(source: Path) -> Source:
@@ -102,76 +167,14 @@ def _check_sizes(config: DecoderConfig, origin: Source) -> None:
         )
 
 
-def match_weights(
-    family: Family, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tree], *, tied: bool
-) -> dict[str, dict[str, str]]:
-    """For each part and parameter path, the source tensor.
-
-    Args:
-        family: whose table is used.
-        shapes: what the source holds.
-        wanted: for each part, the tree of abstract parameters.
-        tied: the model has no head of its own; one in the source is left out.
-
-    Raises:
-        InputError: missing, unexpected and mis-shaped tensors, all in one message.
-    """
-    needed = {(part, path): leaf.shape for part, tree in wanted.items() for path, leaf in flat(tree)}
-    found: dict[tuple[str, str], str] = {}
-    unexpected, misshapen = [], []
-    for name, shape in shapes.items():
-        row = family.locate(name)
-        if family.ignored.fullmatch(name) or (tied and row and row[0].path == _HEAD):
-            continue
-        key = _place(*row) if row else None
-        if key not in needed:
-            unexpected.append(name)
-            continue
-        found[key] = name
-        expected = needed[key][::-1] if row[0].transpose else needed[key]
-        if shape != expected:
-            misshapen.append(f"{name} is {list(shape)}, the config says {list(expected)}")
-    missing = [_source_name(family, *key) for key in needed if key not in found]
-    problems = []
-    for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
-        if items:
-            more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-            problems.append(f"{len(items)} {what}: {'; '.join(items[:5])}{more}")
-    if problems:
-        raise InputError(
-            f"the tensors do not fit a {family.name} model with this config. {'. '.join(problems)}. "
-            "Config and weights belong to different models, or the checkpoint is incomplete."
-        )
-    names: dict[str, dict[str, str]] = {}
-    for (part, path), name in found.items():
-        names.setdefault(part, {})[path] = name
-    return names
-
-
-_HEAD = "lm_head.kernel"
-
-
-def _place(weight: Weight, layer: int | None) -> tuple[str, str]:
-    """Part and path of a row of a table."""
-    return weight.part if layer is None else part_name(layer), weight.path
-
-
-def _source_name(family: Family, part: str, path: str) -> str:
-    """The Hugging Face name of a parameter, the inverse of `Family.locate` and `_place`."""
-    for weight in family.weights:
-        layer = int(part.rpartition("_")[2]) if weight.part == "layer" and part.startswith("layer_") else None
-        if _place(weight, layer) == (part, path):
-            return weight.source.format(layer=layer)
-    raise AssertionError(f"the table of {family.name} has no row for {part} {path}")
-
-
 def _check_redundant_head(origin: Source, family: Family) -> None:
     """A tied model may ship its head once more, but not another one.
 
     Raises:
         InputError: the two differ.
     """
-    head, embedding = _source_name(family, "final", _HEAD), _source_name(family, "embedding", "embedding")
+    by_table = {family.canonical(name): name for name in origin.shapes}
+    head, embedding = (by_table.get(name(family), name(family)) for name in (head_name, embedding_name))
     if head in origin.shapes and not np.array_equal(origin.read(head), origin.read(embedding)):
         raise InputError(
             f"config.json says tie_word_embeddings, but {head} differs from {embedding}. Set "
@@ -179,24 +182,18 @@ def _check_redundant_head(origin: Source, family: Family) -> None:
         )
 
 
-def _pieces(
-    origin: Source,
-    family: Family,
-    names: Mapping[str, Mapping[str, str]],
-    wanted: Mapping[str, Tree],
-    dtype: str,
-) -> Iterator[tuple[str, Tree]]:
-    """Part by part, the tree of arrays in `dtype`.
+def _pieces(plan: Plan) -> Iterator[tuple[str, Tree]]:
+    """Part by part, the tree of arrays in the dtype of the plan.
 
     Raises:
-        InputError: a tensor holds what `dtype` cannot, or no finite number at all.
+        InputError: a tensor holds what that dtype cannot, or no finite number at all.
     """
-    transposed = {weight.path for weight in family.weights if weight.transpose}
-    for part, template in wanted.items():
-
-        def array(path: str, _: Any, part: str = part) -> np.ndarray:
-            name = names[part][path]
-            stored = origin.read(name)
-            return as_dtype(stored.T if path in transposed else stored, dtype, name)
-
-        yield part, map_leaves(array, template)
+    for part, template in plan.wanted.items():
+        arrays = {}
+        for tensor in plan.placed.values():
+            if tensor.part == part:
+                name = plan.found[tensor.name]
+                made = tensor.weight.take(plan.origin.read(name), tensor.sizes, plan.config.head_dim)
+                for path, array in zip(tensor.weight.paths, made, strict=True):
+                    arrays[path] = as_dtype(array, plan.dtype, name)
+        yield part, map_leaves(lambda path, _, arrays=arrays: arrays[path], template)

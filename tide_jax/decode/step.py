@@ -20,7 +20,7 @@ from tide_jax.decode.state import CACHE_AXES, DecodeState
 from tide_jax.exits import ExitHead, Remainder
 from tide_jax.exits.heads import project
 from tide_jax.kernels import Gate
-from tide_jax.models import KV, Attendable, Decoder
+from tide_jax.models import KV, Decoder, Views
 from tide_jax.sharding import on_each
 
 
@@ -70,7 +70,7 @@ def step(
     num_layers = decoder.config.num_layers
     positions = state.length[:, None] + jnp.arange(width)
     start = jnp.zeros((batch, width), jnp.int32) if cols.start is None else cols.start
-    x = decoder.embed(cols.tokens)
+    x = decoder.embed(cols.tokens, positions)
     if cols.start is not None:
         x = jnp.where((start > 0)[..., None], cols.x, x)
     running = cols.valid
@@ -86,10 +86,9 @@ def step(
     for segment, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
         done = cols.valid & (start >= last)
         skip = done.sum(axis=1, dtype=jnp.int32)
-        view = decoder.view(
-            positions, cols.valid & ~done, (state.slots >= 0) & (state.slots < (state.length + skip)[:, None])
-        )
-        run = _Segment(decoder, plan.remainder, state.caches, view, positions, cols.valid & ~done, first, last)
+        counts = (state.slots >= 0) & (state.slots < (state.length + skip)[:, None])
+        views = decoder.view(positions, cols.valid & ~done, jnp.where(counts, state.slots, -1))
+        run = _Segment(decoder, plan.remainder, state.caches, views, positions, cols.valid & ~done, first, last)
         if first == 0 and cols.start is None:
             needed = jnp.bool_(True)
             x, made = run.layers(x, running)
@@ -128,7 +127,7 @@ class _Segment(NamedTuple):
     decoder: Decoder
     remainder: Remainder
     caches: tuple[KV, ...]
-    view: Attendable
+    views: Views
     positions: jax.Array
     valid: jax.Array
     first: int
@@ -139,8 +138,8 @@ class _Segment(NamedTuple):
         made = []
         for index in range(self.first, self.last):
             layer, past = self.decoder.layers[index], self.caches[index]
-            rows = layer.project_kv(x, self.view)
-            ran = layer(x, rows, past, self.view)
+            rows = layer.project_kv(x, self.views)
+            ran = layer(x, rows, past, self.views)
             if self.remainder.rows_follow_state:
                 x = jnp.where(active[..., None], ran, x)
             else:
@@ -161,7 +160,7 @@ class _Segment(NamedTuple):
     def _filled(self, index: int, x: jax.Array) -> tuple[jax.Array, KV]:
         """What the remainder leaves behind of one layer; columns that have run it already keep their state."""
         layer, past = self.decoder.layers[index], self.caches[index]
-        filled, rows = self.remainder.fill(index, layer, x, past, self.view, self.positions, self.valid)
+        filled, rows = self.remainder.fill(index, layer, x, past, self.views, self.positions, self.valid)
         return jnp.where(self.valid[..., None], filled, x), rows
 
 

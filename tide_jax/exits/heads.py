@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from tide_jax.arrays import write_safetensors
 from tide_jax.compat import current_mesh
 from tide_jax.errors import InputError
-from tide_jax.kernels import Gate, Norm, Route, exit_route
+from tide_jax.kernels import Gate, Route, exit_route
 from tide_jax.models import Decoder
 from tide_jax.sharding import spec
 
@@ -73,13 +73,12 @@ def route(
     """
     norm = decoder.final_norm
 
-    def call(x, scale, router: Router, gate: Gate) -> Route:
+    def call(x, parameters: tuple, router: Router, gate: Gate) -> Route:
         return exit_route(
-            x, scale, None, router.down, router.up, gate, norm=Norm(eps=norm.eps), layers=layers,
-            use_kernels=use_kernels,
-        )  # fmt: skip
+            x, *parameters, router.down, router.up, gate, norm=norm.norm, layers=layers, use_kernels=use_kernels
+        )
 
-    operands = (x, norm.scale[...].astype(jnp.float32), router, gate)
+    operands = (x, norm.parameters(), router, gate)
     mesh = current_mesh()
     if mesh is None:
         return call(*operands)

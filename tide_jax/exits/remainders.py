@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tide_jax.errors import InputError
-from tide_jax.models import KV, Attendable
+from tide_jax.models import KV, Views
 from tide_jax.models.decoder import DecoderLayer
 
 WIDTHS = (1, 4, 8)  # columns per row of a compiled pass; other counts are these with columns masked
@@ -35,7 +35,7 @@ class Remainder(Protocol):
         layer: DecoderLayer,
         x: Float[Array, "batch cols embed"],
         past: KV,
-        view: Attendable,
+        views: Views,
         positions: Int[Array, "batch cols"],
         valid: Bool[Array, "batch cols"],
     ) -> tuple[Float[Array, "batch cols embed"], KV]:
@@ -56,9 +56,9 @@ class ProjectKV:
     rows_follow_state = True
     defers = False
 
-    def fill(self, index, layer, x, past, view, positions, valid):
+    def fill(self, index, layer, x, past, views, positions, valid):
         """x itself, and the layer's K/V projections of it."""
-        return x, layer.project_kv(x, view)
+        return x, layer.project_kv(x, views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Deferred:
     def __post_init__(self):
         check_width(self.width, "Deferred", smallest=2)
 
-    def fill(self, index, layer, x, past, view, positions, valid):
+    def fill(self, index, layer, x, past, views, positions, valid):
         """x itself, and zeros: no column attends to them before they are written over."""
         shape = (x.shape[0], past.k.shape[1], x.shape[1], past.k.shape[3])
         return x, KV(jnp.zeros(shape, past.k.dtype), jnp.zeros(shape, past.v.dtype))

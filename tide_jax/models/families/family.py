@@ -1,15 +1,13 @@
-"""What a family is, and reading a config so that nothing in it is overlooked."""
+"""What a family is: the model types it reads, a reader of their `config.json`, and a table of weights."""
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from tide_jax.errors import InputError
-from tide_jax.models.config import DecoderConfig, RopeConfig
+import numpy as np
 
-_ABSENT = object()
-_LARGEST = 2**31 - 1
+from tide_jax.models.config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,14 +17,54 @@ class Weight:
     Attributes:
         source: the Hugging Face tensor name; `{layer}` stands for the number of the layer.
         part: `embedding`, `layer` or `final`.
-        path: dotted path of the parameter inside its part.
+        paths: dotted paths, inside its part, of the parameters that the tensor holds side by side.
         transpose: stored [out, in] there, [in, out] here.
+        split: how several parameters lie side by side along `out`: one after the other (`blocks`), or the queries, the
+            key and the value of each K/V head together (`heads`).
+        when: the configs that have this row; None: all.
     """
 
     source: str
     part: str
-    path: str
+    paths: tuple[str, ...]
     transpose: bool = False
+    split: Literal["blocks", "heads"] = "blocks"
+    when: Callable[[DecoderConfig], bool] | None = None
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape of the tensor, from those of its parameters."""
+        joined = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        return joined[::-1] if self.transpose else joined
+
+    def take(self, stored: np.ndarray, sizes: Sequence[int], head_dim: int) -> list[np.ndarray]:
+        """The parameters in a tensor, as views where that is possible.
+
+        Args:
+            stored: the tensor.
+            sizes: channels of each parameter along its last dimension.
+            head_dim: channels of a head.
+
+        Example:
+            >>> weight = Weight(source="qkv.bias", part="layer", paths=("q", "k", "v"), split="heads")
+            >>> [part.tolist() for part in weight.take(np.arange(12), [4, 4, 4], 2)]
+            [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+        """
+        array = stored.T if self.transpose else stored
+        if self.split == "blocks":
+            return np.split(array, np.cumsum(sizes)[:-1], axis=-1)
+        groups = array.reshape(*array.shape[:-1], sizes[1] // head_dim, -1, head_dim)
+        parts = groups[..., :-2, :], groups[..., -2, :], groups[..., -1, :]
+        return [part.reshape(*array.shape[:-1], -1) for part in parts]
+
+    def join(self, arrays: Sequence[np.ndarray], head_dim: int) -> np.ndarray:
+        """The inverse of `take`."""
+        if self.split == "heads":
+            groups = arrays[1].shape[-1] // head_dim
+            cut = [array.reshape(*array.shape[:-1], groups, -1, head_dim) for array in arrays]
+            joined = np.concatenate(cut, axis=-2).reshape(*arrays[0].shape[:-1], -1)
+        else:
+            joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+        return joined.T if self.transpose else joined
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,25 +72,42 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: the `model_type` of its Hugging Face configs.
+        name: what it is called.
+        types: the `model_type` of its Hugging Face configs.
         config: reads `config.json`, as data.
-        weights: the table.
+        weights: the table. Rows of parameters that a config does not switch on find nothing.
         ignored: pattern of tensor names that hold no parameters (buffers that older exports carry).
+        renamed: pattern and replacement for names as other exports write them.
+        text: what of a `config.json` describes the decoder.
     """
 
     name: str
+    types: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], DecoderConfig]
     weights: tuple[Weight, ...]
     ignored: re.Pattern[str] = re.compile(r"(?!)")
+    renamed: tuple[tuple[str, str], ...] = ()
+    text: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
-    def locate(self, name: str) -> tuple[Weight, int | None] | None:
-        """The row of a Hugging Face tensor name and its layer; None for a name that the table does not have.
+    def canonical(self, name: str) -> str:
+        """A tensor name as the table writes it."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def rows(self, config: DecoderConfig) -> tuple[Weight, ...]:
+        """The table for this config."""
+        return tuple(weight for weight in self.weights if weight.when is None or weight.when(config))
+
+    def locate(self, name: str, rows: Sequence[Weight]) -> tuple[Weight, int | None] | None:
+        """The row of a tensor name and its layer; None for a name that the rows do not have.
 
         Example:
-            >>> FAMILIES["llama"].locate("model.layers.7.mlp.up_proj.weight")[1]
+            >>> LLAMA.locate("model.layers.7.mlp.up_proj.weight", LLAMA.weights)[1]
             7
         """
-        for weight in self.weights:
+        name = self.canonical(name)
+        for weight in rows:
             before, layered, after = weight.source.partition("{layer}")
             match = re.fullmatch(f"{re.escape(before)}{'(0|[1-9][0-9]{0,5})' * bool(layered)}{re.escape(after)}", name)
             if match:
@@ -60,172 +115,30 @@ class Family:
         return None
 
 
-INERT = frozenset({
-    "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop",
-    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "_name_or_path",
-    "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict",
-    "torchscript", "use_bfloat16", "chunk_size_feed_forward", "tie_encoder_decoder", "id2label", "label2id",
-    "problem_type", "transformers.js_config", "task_specific_params", "name_or_path", "finetuning_task",
-    "tokenizer_class", "prefix", "is_decoder", "is_encoder_decoder", "_commit_hash",
-})  # fmt: skip
-"""Keys that do not change the arithmetic of inference."""
-
-_ROPE_NUMBERS: Mapping[str, Mapping[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_positions",
-    },
-}
-"""For each kind of scaling, the names of its numbers there and here."""
+def embedding(source: str) -> Weight:
+    """The row of the token embedding."""
+    return Weight(source=f"{source}.weight", part="embedding", paths=("embedding",))
 
 
-class ConfigReader:
-    """Takes keys out of a `config.json`; what is left at the end is refused by name."""
-
-    def __init__(self, data: Mapping[str, Any], family: str):
-        self._left = {key: value for key, value in data.items() if key not in INERT and value is not None}
-        self._family = family
-
-    def take(self, key: str, kind: type, default: Any = _ABSENT) -> Any:
-        """The value of a key.
-
-        Raises:
-            InputError: it is missing without a default, or not of its kind.
-        """
-        value = self._left.pop(key, default)
-        if value is _ABSENT:
-            raise InputError(f"config.json has no {key!r}, which a {self._family} model needs. The file is incomplete.")
-        if kind is float:
-            value = _number(value)
-        if value is not default and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise InputError(f"config.json: {key!r} is {value!r}, expected {kind.__name__}. Correct it there.")
-        return value
-
-    def positive(self, key: str, kind: type, default: Any = _ABSENT) -> Any:
-        """The value of a key that must be above 0.
-
-        Raises:
-            InputError: as `take`, or not above 0, or not finite, or an integer beyond 32 bits.
-        """
-        value = self.take(key, kind, default)
-        if not 0 < value < (_LARGEST if kind is int else float("inf")):
-            raise InputError(
-                f"config.json: {key!r} is {value!r}, it must be a finite number above 0. Correct it there."
-            )
-        return value
-
-    def only(self, key: str, *accepted: Any) -> None:
-        """Accept a switch only where it changes nothing here.
-
-        Raises:
-            InputError: its value is another one.
-        """
-        value = self._left.pop(key, accepted[0])
-        if value not in accepted:
-            raise InputError(
-                f"config.json: {key} = {value!r} is not supported for {self._family} models (supported: "
-                f"{', '.join(map(repr, accepted))}). Converting would give a model that computes something "
-                "else."
-            )
-
-    def rope(self, default_theta: float = 10_000.0) -> RopeConfig:
-        """Rotary embedding from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`.
-
-        Raises:
-            InputError: the two contradict each other, a kind of scaling is unknown, or a number is senseless.
-        """
-        spelled = {key: self._left.pop(key, None) for key in ("rope_scaling", "rope_parameters")}
-        thetas = {"rope_theta": self._left.pop("rope_theta", None)}
-        read = {}
-        for key, table in spelled.items():
-            if not table and not isinstance(table, dict | None):
-                raise InputError(f"config.json: {key} is {table!r}, expected an object. Correct it there.")
-            if table:
-                inner, *read[key] = _scaling(key, table)
-                thetas[f"{key}.rope_theta"] = inner
-        if len(read) == 2 and read["rope_scaling"] != read["rope_parameters"]:
-            raise InputError(
-                f"config.json: rope_scaling = {spelled['rope_scaling']!r} contradicts rope_parameters = "
-                f"{spelled['rope_parameters']!r}. Remove one of them."
-            )
-        named = {key: _number(theta) for key, theta in thetas.items() if theta is not None}
-        theta = next(iter(named.values()), default_theta)
-        if any(other != theta for other in named.values()):
-            raise InputError(
-                f"config.json: the bases of the rotary embedding contradict each other: {named}. Keep one."
-            )
-        kind, values = next(iter(read.values()), ("default", {}))
-        # A base or factor below 1 would raise frequencies without bound instead of lowering them.
-        for key, value in {"rope_theta": theta, **values}.items():
-            least = 1 if key in ("rope_theta", "factor") else 0
-            sound = isinstance(value, float) and value < float("inf") and (value > 0 if least == 0 else value >= least)
-            if not sound or (key == "original_max_positions" and not value.is_integer()):
-                raise InputError(
-                    f"config.json: the rotary embedding's {key} is {value!r}, it must be a finite number "
-                    f"{'of at least 1' if least else 'above 0'} (and a position a whole one). Correct it "
-                    "there."
-                )
-        if kind == "llama3":
-            if values["high_freq_factor"] <= values["low_freq_factor"]:
-                raise InputError(
-                    f"config.json: high_freq_factor {values['high_freq_factor']} must be above "
-                    f"low_freq_factor {values['low_freq_factor']}. Correct it there."
-                )
-            values["original_max_positions"] = int(values["original_max_positions"])
-        return RopeConfig(theta=theta, kind=kind, **values)
-
-    def finish(self) -> None:
-        """Refuse what nobody took.
-
-        Raises:
-            InputError: keys that are neither honoured nor known to be inert.
-        """
-        if self._left:
-            listed = ", ".join(f"{key} = {value!r}" for key, value in sorted(self._left.items()))
-            raise InputError(
-                f"config.json switches on something this converter does not know for {self._family} models: "
-                f"{listed}. It may change the arithmetic, so the model is refused rather than converted "
-                "wrongly."
-            )
+def linear(source: str, *paths: str, split: str = "blocks", transpose: bool = True) -> tuple[Weight, Weight]:
+    """The rows of one linear map of a layer, or of several in one tensor: kernel and bias."""
+    kernels, biases = (tuple(f"{path}.{name}" for path in paths) for name in ("kernel", "bias"))
+    return (
+        Weight(source=f"{source}.weight", part="layer", paths=kernels, transpose=transpose, split=split),
+        Weight(source=f"{source}.bias", part="layer", paths=biases, split=split),
+    )
 
 
-def _number(value: Any) -> Any:
-    """An integer as a float, infinity where it has none; anything else unchanged."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return value
-    return float(value) if abs(value) < 2**1000 else float("inf")
+def norm(
+    source: str, path: str, part: str = "layer", when: Callable[[DecoderConfig], bool] | None = None
+) -> tuple[Weight, Weight]:
+    """The rows of a norm: scale and bias."""
+    return (
+        Weight(source=f"{source}.weight", part=part, paths=(f"{path}.scale",), when=when),
+        Weight(source=f"{source}.bias", part=part, paths=(f"{path}.bias",), when=when),
+    )
 
 
-def _scaling(key: str, table: Any) -> tuple[Any, str, dict[str, Any]]:
-    """Base or None, kind of scaling, and its numbers by our names, from one spelling.
-
-    Raises:
-        InputError: not an object, tables per kind of layer, an unknown kind, or other keys than the kind's.
-    """
-    if not isinstance(table, dict):
-        raise InputError(f"config.json: {key} is {table!r}, expected an object. Correct it there.")
-    if nested := [name for name, value in table.items() if isinstance(value, dict | list)]:
-        raise InputError(
-            f"config.json: {key} has a table of its own for {nested[0]!r}; one rotary embedding per kind of "
-            "layer is not supported."
-        )
-    left = dict(table)
-    theta = left.pop("rope_theta", None)
-    kinds = sorted({str(left.pop(name)) for name in ("type", "rope_type") if name in left}) or ["default"]
-    if len(kinds) > 1 or kinds[0] not in _ROPE_NUMBERS:
-        raise InputError(
-            f"config.json: {key} of kind {' and '.join(map(repr, kinds))} is not supported (supported: "
-            f"{', '.join(_ROPE_NUMBERS)}). Converting would give a model that loses long contexts."
-        )
-    names = _ROPE_NUMBERS[kinds[0]]
-    if set(left) != set(names):
-        raise InputError(
-            f"config.json: {key} of kind {kinds[0]!r} needs exactly {sorted(names)}, got {sorted(left)}. "
-            "Correct it there."
-        )
-    return theta, kinds[0], {names[name]: _number(value) for name, value in left.items()}
+def head(source: str) -> Weight:
+    """The row of the LM head."""
+    return Weight(source=f"{source}.weight", part="final", paths=("lm_head.kernel",), transpose=True)

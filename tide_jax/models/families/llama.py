@@ -1,82 +1,94 @@
 """Llama and its kin (SmolLM2, TinyLlama, …): pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tide_jax.errors import InputError
 from tide_jax.models.config import DecoderConfig
-from tide_jax.models.families.family import ConfigReader, Family, Weight
+from tide_jax.models.families.family import Family, embedding, head, linear, norm
+from tide_jax.models.families.reader import ConfigReader
+
+_LAYER = "model.layers.{layer}"
+WEIGHTS = (
+    embedding("model.embed_tokens"),
+    *norm(f"{_LAYER}.input_layernorm", "attention_norm"),
+    *linear(f"{_LAYER}.self_attn.q_proj", "attention.q"),
+    *linear(f"{_LAYER}.self_attn.k_proj", "attention.k"),
+    *linear(f"{_LAYER}.self_attn.v_proj", "attention.v"),
+    *norm(f"{_LAYER}.self_attn.q_norm", "attention.q_norm"),
+    *norm(f"{_LAYER}.self_attn.k_norm", "attention.k_norm"),
+    *linear(f"{_LAYER}.self_attn.o_proj", "attention.o"),
+    *norm(f"{_LAYER}.post_attention_layernorm", "mlp_norm"),
+    *linear(f"{_LAYER}.mlp.gate_proj", "mlp.gate"),
+    *linear(f"{_LAYER}.mlp.up_proj", "mlp.up"),
+    *linear(f"{_LAYER}.mlp.down_proj", "mlp.down"),
+    *norm("model.norm", "final_norm", "final"),
+    head("lm_head"),
+)
+BUFFERS = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def _config(data: Mapping[str, Any]) -> DecoderConfig:
-    reader = ConfigReader(data, "llama")
-    hidden, heads = reader.positive("hidden_size", int), reader.positive("num_attention_heads", int)
-    kv_heads = reader.positive("num_key_value_heads", int, heads)
-    if heads % kv_heads:
-        raise InputError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}. "
-            "Correct it there."
+def kin(
+    name: str,
+    special: Callable[[ConfigReader, int], Mapping[str, Any]],
+    *,
+    kv_default: int | None = None,
+    head_dim: int | None = None,
+    theta: float = 10_000.0,
+    max_positions: int = 2048,
+    tied: bool = False,
+) -> Family:
+    """A family with the weights of Llama, which differs in few switches.
+
+    Args:
+        name: its name, and model type.
+        special: reads what is its own, given the number of layers: fields of `DecoderConfig`, and optionally `windows`
+            and `rotated`, a value for each layer.
+        kv_default: K/V heads where the config is silent; None: as many as query heads.
+        head_dim: channels of a head where the config is silent; None: width / heads.
+        theta: base of the rotary embedding where the config is silent.
+        max_positions: context where the config is silent.
+        tied: whether the head is tied where the config is silent.
+    """
+
+    def read(data: Mapping[str, Any]) -> DecoderConfig:
+        reader = ConfigReader(data, name)
+        layers = reader.positive("num_hidden_layers", int)
+        heads = reader.heads(kv_default=kv_default, head_dim=head_dim)
+        own = dict(special(reader, layers))
+        context = reader.positive("max_position_embeddings", int, max_positions)
+        rope, context = reader.rope(heads["head_dim"], context, default_theta=theta)
+        rotated = own.pop("rotated", [True] * layers)
+        config = DecoderConfig(
+            family=name,
+            num_layers=layers,
+            **heads,
+            **reader.pattern([rope if yes else None for yes in rotated], own.pop("windows", [None] * layers)),
+            **own,
+            vocab_size=reader.positive("vocab_size", int),
+            ffn_size=reader.positive("intermediate_size", int),
+            activation=reader.activation("hidden_act", "silu"),
+            norm_eps=reader.positive("rms_norm_eps", float, 1e-6),
+            max_positions=context,
+            tied_head=reader.take("tie_word_embeddings", bool, tied),
         )
-    head_dim = reader.positive("head_dim", int, hidden // heads)
-    if head_dim % 2:
-        raise InputError(
-            f"config.json: head_dim {head_dim} is odd, but rotary embeddings turn pairs. Correct it there."
-        )
-    reader.only("hidden_act", "silu", "swish")
+        reader.finish()
+        return config
+
+    return Family(name=name, types=(name,), config=read, weights=WEIGHTS, ignored=BUFFERS)
+
+
+def biases(reader: ConfigReader) -> dict[str, bool]:
+    """One switch for all biases of attention, one for those of the MLP."""
+    attention = reader.take("attention_bias", bool, False)
+    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": reader.take("mlp_bias", bool, False)}
+
+
+def _llama(reader: ConfigReader, layers: int) -> dict[str, Any]:
     reader.only("pretraining_tp", 1)
     reader.only("is_llama_config", True)
     reader.only("rope_interleaved", False)
-    reader.only("sliding_window", None)
-    reader.only("quantization_config", None)
-    config = DecoderConfig(
-        family="llama",
-        vocab_size=reader.positive("vocab_size", int),
-        hidden_size=hidden,
-        ffn_size=reader.positive("intermediate_size", int),
-        num_layers=reader.positive("num_hidden_layers", int),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=reader.positive("rms_norm_eps", float, 1e-6),
-        rope=reader.rope(),
-        max_positions=reader.positive("max_position_embeddings", int, 2048),
-        tied_head=reader.take("tie_word_embeddings", bool, False),
-        attention_bias=reader.take("attention_bias", bool, False),
-        mlp_bias=reader.take("mlp_bias", bool, False),
-    )
-    reader.finish()
-    return config
+    return biases(reader)
 
 
-def _linear(source: str, path: str) -> tuple[Weight, Weight]:
-    source = f"model.layers.{{layer}}.{source}"
-    return (
-        Weight(source=f"{source}.weight", part="layer", path=f"{path}.kernel", transpose=True),
-        Weight(source=f"{source}.bias", part="layer", path=f"{path}.bias"),
-    )
-
-
-def _norm(source: str, path: str) -> Weight:
-    return Weight(source=f"model.layers.{{layer}}.{source}.weight", part="layer", path=f"{path}.scale")
-
-
-LLAMA = Family(
-    name="llama",
-    config=_config,
-    weights=(
-        Weight(source="model.embed_tokens.weight", part="embedding", path="embedding"),
-        _norm("input_layernorm", "attention_norm"),
-        *_linear("self_attn.q_proj", "attention.q"),
-        *_linear("self_attn.k_proj", "attention.k"),
-        *_linear("self_attn.v_proj", "attention.v"),
-        *_linear("self_attn.o_proj", "attention.o"),
-        _norm("post_attention_layernorm", "mlp_norm"),
-        *_linear("mlp.gate_proj", "mlp.gate"),
-        *_linear("mlp.up_proj", "mlp.up"),
-        *_linear("mlp.down_proj", "mlp.down"),
-        Weight(source="model.norm.weight", part="final", path="final_norm.scale"),
-        Weight(source="lm_head.weight", part="final", path="lm_head.kernel", transpose=True),
-    ),
-    ignored=re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq"),
-)
+LLAMA = kin("llama", _llama)
