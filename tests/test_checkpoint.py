@@ -262,7 +262,7 @@ def flip(path: Path):
         (lambda m: (m / MANIFEST).write_text("{}"), "tide.json is damaged .*format"),
         (
             edit(format="tide-checkpoint-9"),
-            "has format 'tide-checkpoint-9', this version reads 'tide-checkpoint-1'",
+            "has format 'tide-checkpoint-9', this version reads 'tide-checkpoint-2'",
         ),
         (edit(config=...), "damaged .*config"),
         (edit(config__num_layers=2), "damaged .*'parts'"),

@@ -298,7 +298,7 @@ def test_quantised_weights_are_refused_with_the_method(kind, suffix, quantisatio
 
 def test_a_quantisation_that_floats_hide_is_refused(tmp_path):
     source = write_directory(tmp_path / "hf", quantization_config={"quant_method": "compressed-tensors"})
-    with pytest.raises(InputError, match="quantization_config = .*compressed-tensors.* not supported"):
+    with pytest.raises(InputError, match="quantization_config = .*compressed-tensors.*not supported"):
         tide.convert(source, tmp_path / "out")
 
 

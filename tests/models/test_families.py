@@ -12,7 +12,7 @@ import pytest
 import tide_jax
 from tide_jax.errors import InputError
 from tide_jax.models import DecoderConfig, LayerKind, RopeConfig
-from tide_jax.models.families import FAMILIES
+from tide_jax.models.families import FAMILIES, TYPES
 from tide_jax.models.rope import inverse_frequencies
 
 PACKAGE = Path(tide_jax.__file__).parent
@@ -175,7 +175,10 @@ def test_spellings_of_the_rotary_embedding():
     old = read(rope_theta=500000, rope_scaling={"rope_type": "llama3", **LLAMA3}).kinds[0].rope
     new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 500000, **LLAMA3}).kinds[0].rope
     assert old == new == RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=8192)
-    assert read(rope_theta=5e5, rope_scaling=None).rope == read(rope_parameters={"rope_theta": 500000}).kinds[0].rope
+    assert (
+        read(rope_theta=5e5, rope_scaling=None).kinds[0].rope
+        == read(rope_parameters={"rope_theta": 500000}).kinds[0].rope
+    )
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).kinds[0].rope == RopeConfig(theta=5e5)
     linear = RopeConfig(kind="linear", factor=2.0)
     for key in ({"type": "linear"}, {"rope_type": "linear"}, {"type": "linear", "rope_type": "linear"}):
@@ -208,6 +211,83 @@ def test_inverse_frequencies():
     plain, linear = RopeConfig(theta=100.0), RopeConfig(theta=100.0, kind="linear", factor=4.0)
     np.testing.assert_allclose(inverse_frequencies(plain, 4), [1, 0.1], rtol=1e-7)
     np.testing.assert_allclose(inverse_frequencies(linear, 4), [0.25, 0.025], rtol=1e-7)
+
+
+def test_yarn_and_longrope():
+    """Values computed once from the published formulas in double precision."""
+    table = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+    yarn = read(rope_parameters=table, head_dim=16).kinds[0].rope
+    wanted = [1, 1.778279410e-1, 3.162277660e-2, 4.217559939e-3, 5e-4, 4.445698525e-5, 7.905694150e-6, 1.405853313e-6]
+    np.testing.assert_allclose(inverse_frequencies(yarn, 16), wanted, rtol=2e-7)
+    assert yarn.gain == pytest.approx(1.138629436, rel=1e-9)
+    assert read(rope_parameters=table | {"attention_factor": 1.5}).kinds[0].rope.gain == 1.5
+    long = {"rope_type": "longrope", "short_factor": [1, 2, 4], "long_factor": [8, 8, 8], "factor": 16,
+            "original_max_position_embeddings": 1024}  # fmt: skip
+    config = read(rope_scaling=long, max_position_embeddings=16384)
+    rope = config.kinds[0].rope
+    assert config.max_positions == 1024  # beyond it other factors hold, which cached keys cannot change over to
+    assert rope.gain == pytest.approx((1 + np.log(16) / np.log(1024)) ** 0.5)
+    plain = inverse_frequencies(RopeConfig(), 6)
+    np.testing.assert_allclose(inverse_frequencies(rope, 6), plain / [1, 2, 4], rtol=1e-6)
+    alike = long | {"long_factor": [1, 2, 4]}
+    assert read(rope_scaling=alike, max_position_embeddings=16384).max_positions == 16384
+    with pytest.raises(InputError, match="3 frequencies, but 2 short and 3 long"):
+        read(rope_scaling=long | {"short_factor": [1, 2]})
+
+
+def kinds_of(kind, **changes):
+    base = {key: value for key, value in BASE.items() if key != "model_type"} | {"num_hidden_layers": 4}
+    return FAMILIES[kind].config({"model_type": kind, **base, **changes})
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("flag", "first", "types", "windows"),
+    [
+        (True, 2, None, [None, None, 3, 3]),
+        (True, 4, None, [None] * 4),
+        (True, 0, None, [3] * 4),
+        (False, 0, None, [None] * 4),
+        (True, 0, ["full_attention", "sliding_attention", "full_attention", "full_attention"], [None, 3, None, None]),
+    ],
+)
+def test_windows_of_qwen(family, flag, first, types, windows):
+    config = kinds_of(family, use_sliding_window=flag, sliding_window=3, max_window_layers=first, layer_types=types)
+    assert [config.kinds[config.kind_of(layer)].window for layer in range(4)] == windows
+
+
+def test_class_defaults_of_head_dim_and_windows():
+    assert kinds_of("qwen2").head_dim == 6 and kinds_of("qwen3").head_dim == 128
+    assert {kinds_of(name).head_dim for name in ("gemma", "gemma2", "gemma3")} == {256}
+    assert (
+        kinds_of("mistral").kinds[0].window == 4096 and kinds_of("mistral", sliding_window=None).kinds[0].window is None
+    )
+    assert kinds_of("mistral", head_dim=None).head_dim == 6
+    assert kinds_of("gemma2", query_pre_attn_scalar=144).attention_scale == pytest.approx(0.0833333, rel=1e-5)
+    gemma3 = kinds_of("gemma3", query_pre_attn_scalar=168, rope_local_base_freq=1e4, rope_theta=1e6,
+                      rope_scaling={"rope_type": "linear", "factor": 8.0})  # fmt: skip
+    assert gemma3.attention_scale == pytest.approx(0.0771517, rel=1e-5) and gemma3.logit_softcap is None
+    tables = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+    assert gemma3 == kinds_of("gemma3", query_pre_attn_scalar=168, rope_parameters=tables)
+    for cap in (0, -1.0, float("nan")):
+        with pytest.raises(InputError, match="final_logit_softcapping"):
+            kinds_of("gemma2", final_logit_softcapping=cap)
+
+
+def test_text_and_sight_together_are_read_for_the_text():
+    family = TYPES["gemma3"]
+    text = {key: value for key, value in BASE.items() if key != "model_type"} | {"model_type": "gemma3_text"}
+    both = {"model_type": "gemma3", "text_config": text, "vision_config": {"layers": 3}, "eos_token_id": [1, 106]}
+    assert family.config(family.text(both)) == FAMILIES["gemma3"].config(text)
+    assert family.text(both)["eos_token_id"] == [1, 106] and family.text(both)["model_type"] == "gemma3_text"
+    for name in (
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "language_model.model.layers.0.mlp.up_proj.weight",
+    ):
+        assert family.canonical(name) == "model.layers.0.mlp.up_proj.weight"
+    for name in ("vision_tower.x", "model.vision_tower.x.weight", "multi_modal_projector.y"):
+        assert family.ignored.fullmatch(name)
 
 
 @pytest.mark.torch
@@ -270,7 +350,7 @@ def test_values_of_any_type_are_refused_or_read():
     for changes in cases:
         with contextlib.suppress(InputError):
             config = read(**changes)
-            assert np.isfinite(inverse_frequencies(config.rope, 8)).all()
+            assert np.isfinite(inverse_frequencies(config.kinds[0].rope, 8)).all()
             assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
             refused -= 1
         refused += 1
@@ -286,9 +366,16 @@ def test_values_of_any_type_are_refused_or_read():
         {"tied_head": 1},
         {"norm_eps": 1},
         {"family": None},
-        {"rope": None},
-        {"rope": {"theta": 1.0, "kind": "yarn"}},
-        {"rope": {"theta": 0.0}},
+        {"kinds": None},
+        {"kinds": []},
+        {"kinds": [{"rope": {"theta": 1.0, "kind": "yarn"}, "window": None}]},
+        {"kinds": [{"rope": None, "window": 0}]},
+        {"kinds": [{"rope": None}]},
+        {"pattern": [0]},
+        {"pattern": [0, 1]},
+        {"pattern": [0, -1]},
+        {"norms": "before"},
+        {"attention_softcap": 0.0},
         {"more": 1},
         {"norm_eps": float("nan")},
     ],

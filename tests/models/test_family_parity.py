@@ -56,7 +56,7 @@ def test_greedy_tokens_and_the_logits_of_cached_decoding(pair):
 
     theirs, ours, _ = pair
     engine = Engine(ours, exit_points=(), record_states=True)
-    state = engine.run(engine.start(PROMPTS, rule=tide.Never(), max_new_tokens=NEW, stop=[]), NEW)
+    state = engine.run(engine.start(PROMPTS, rule=tide.Never(), max_new_tokens=NEW), NEW)
     logits = jax.jit(lambda decoder, x: decoder.logits(x))
     decoder = tide_decoder(ours)
     for row, prompt in enumerate(PROMPTS):

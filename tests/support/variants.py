@@ -192,7 +192,8 @@ def torch_model(variant: Variant, dtype: str = "float32"):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name or ".ln_" in name else 0.0
+            adds_one = variant.family.startswith("gemma")
+            centre = 1.0 if ("norm" in name or ".ln_" in name) and not adds_one else 0.0
             spread = 0.05 if "embed" in name else 0.2  # Gemma multiplies what it embeds
             parameter.copy_((centre + spread * torch.randn_like(parameter)).to(getattr(torch, dtype)))
     return model

@@ -86,7 +86,8 @@ def make_plan(source: Path, *, dtype: str | None) -> Plan:
         raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}.")
     family = family_of(origin.config, source)
     text = family.text(origin.config)
-    config = family.config(text)
+    _refuse_quantised(text, source)
+    config = family.config({key: value for key, value in text.items() if key != _QUANTISED})
     _check_sizes(config, origin)
     wanted = part_trees(nnx.to_pure_dict(skeleton(config, "float32")[1]))
     placed = placements(family, config, wanted)
@@ -109,6 +110,24 @@ def make_plan(source: Path, *, dtype: str | None) -> Plan:
     # An id beyond the embedding can never be chosen, so it ends nothing.
     eos_ids = [token for token in origin.eos_ids(tokenizer) if 0 <= token < config.vocab_size]
     return Plan(origin, family, text, config, wanted, placed, found, stored, tokenizer, eos_ids)
+
+
+_QUANTISED = "quantization_config"
+
+
+def _refuse_quantised(config: Mapping[str, Any], source: Path) -> None:
+    """Refuse weights that need scales, whatever dtype the tensors have.
+
+    Raises:
+        InputError: config.json has a quantization_config.
+    """
+    if config.get(_QUANTISED) is not None:
+        table = config[_QUANTISED]
+        method = table.get("quant_method") if isinstance(table, dict) else table
+        raise InputError(
+            f"{source}: config.json has {_QUANTISED} = {method!r}: {table!r:.200}. Quantised checkpoints are not "
+            "supported: use the f32, bf16 or f16 original."
+        )
 
 
 _EXPERTS = (
