@@ -57,7 +57,7 @@ def test_inspect_json(tide_json, tiny_dir):
     assert facts["config"]["num_layers"] == 6
     assert facts["weight_bytes"] == 4 * facts["parameters"]
     assert facts["chat_template"] and facts["eos_ids"] and facts["exits"] is None
-    assert facts["files"] == ["tide.json"]
+    assert facts["files"] == ["huggingface.json", "tide.json"]
 
 
 def test_inspect_says_what_a_token_costs(tide, tide_json, tiny_dir):

@@ -218,7 +218,7 @@ def tensors():
         ),
         (dict(keys=[("llama.attention.value_length", "uint32", 16)]), "values of 16"),
         (dict(keys=[("llama.vocab_size", "uint32", 95)]), "vocab_size is 95, the embedding has 96 rows"),
-        (dict(keys=[("llama.block_count", "uint32", 3)]), r"9 missing: model\.layers\.2\.self_attn\.k_proj"),
+        (dict(keys=[("llama.block_count", "uint32", 3)]), r"9 missing: model\.layers\.2\.input_layernorm"),
         (
             dict(keys=[("llama.block_count", "uint32", 2**32 - 1)]),
             "asks for 4294967295 layers|must be a finite number",
@@ -230,7 +230,7 @@ def tensors():
         ),
         (
             dict(keys=[("llama.attention.head_count_kv", "uint32", 4)]),
-            "6 is not a multiple of num_key_value_heads 4",
+            "6 attention heads are not a multiple of 4",
         ),
         (dict(keys=[("llama.attention.layer_norm_rms_epsilon", "float64", 1e300)]), "rms_norm_eps"),
         (
